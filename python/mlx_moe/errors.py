@@ -1,0 +1,17 @@
+"""The errors that users can see: all are `MoEError`."""
+
+
+class MoEError(Exception):
+    """Base class of every error that mlx_moe raises on purpose."""
+
+
+class InvalidArgument(MoEError, ValueError):
+    """An argument's shape, dtype or value cannot be used."""
+
+
+class UnsupportedLayer(MoEError, TypeError):
+    """A layer's format or activation is not implemented."""
+
+
+class NoMoELayers(MoEError, ValueError):
+    """The model has no layer of the kind that was to be replaced."""
