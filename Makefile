@@ -1,0 +1,91 @@
+# Everything sets itself up: `make demo` and `make test` need python3 (>= 3.10, with venv and headers),
+# a C++20 compiler, make and git. CMake and ninja come from pip.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+MODEL  := examples/tiny-qwen3-moe
+PROMPT := And it came to pass in those days, that
+
+# A caller's module path or user site must not stand in for what is installed here.
+unexport PYTHONPATH PYTHONHOME
+export PYTHONNOUSERSITE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+SOURCES := pyproject.toml CMakeLists.txt README.md LICENSE $(shell find csrc python -type f \
+  \( -name '*.cpp' -o -name '*.mm' -o -name '*.h' -o -name '*.py' -o -name '*.pyi' -o -name py.typed \))
+CPP     := $(shell find csrc tests/cpp -type f \( -name '*.cpp' -o -name '*.mm' -o -name '*.h' \))
+
+.PHONY: help demo test cpp-test cpp-test-aarch64 lint format bench clean
+
+help:
+	@echo "make demo              generate text with the example model, through mlx_moe's layers"
+	@echo "make test              install and run the tests (C++ unit tests too where doctest is found)"
+	@echo "make cpp-test          C++ unit tests under ASan and UBSan (needs doctest)"
+	@echo "make cpp-test-aarch64  the same tests cross-built and run by qemu-aarch64"
+	@echo "make lint | format     ruff, mypy and clang-format: check | rewrite"
+	@echo "make bench             run the benchmarks, against other engines where they install"
+
+demo: $(VENV)/.installed
+	$(BIN)/mlx_moe generate --model $(MODEL) --prompt "$(PROMPT)" \
+	  --max-tokens 80 --temp 0.6 --top-p 0.9 --seed 3 --compare
+
+test: $(VENV)/.installed
+	@if echo '#include <doctest/doctest.h>' | $(or $(CXX),c++) -x c++ -E - >/dev/null 2>&1; then \
+	  $(MAKE) --no-print-directory cpp-test; \
+	else echo "doctest not found: C++ unit tests skipped"; fi
+	$(BIN)/python -m pytest tests
+
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
+
+cpp-test: $(VENV)/.dev
+	$(BIN)/cmake -S . -B build/asan -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DMLX_MOE_PYTHON=OFF -DMLX_MOE_TESTS=ON \
+	  -DCMAKE_CXX_FLAGS="$(SANITIZE)" -DCMAKE_EXE_LINKER_FLAGS="$(SANITIZE)"
+	$(BIN)/cmake --build build/asan
+	$(BIN)/ctest --test-dir build/asan --output-on-failure --no-tests=error
+
+cpp-test-aarch64: $(VENV)/.dev
+	$(BIN)/cmake -S . -B build/aarch64 -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	  -DCMAKE_BUILD_TYPE=Release -DMLX_MOE_PYTHON=OFF -DMLX_MOE_TESTS=ON \
+	  -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
+	  "-DCMAKE_CROSSCOMPILING_EMULATOR=qemu-aarch64;-L;/usr/aarch64-linux-gnu"
+	$(BIN)/cmake --build build/aarch64
+	$(BIN)/ctest --test-dir build/aarch64 --output-on-failure --no-tests=error
+
+lint: $(VENV)/.installed $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(if $(CPP),$(BIN)/clang-format --dry-run --Werror $(CPP))
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(if $(CPP),$(BIN)/clang-format -i $(CPP))
+
+# A forced OpenBLAS core type would slow the numpy that we compare with.
+bench: $(VENV)/.installed $(VENV)/.bench
+	env -u OPENBLAS_CORETYPE -u OPENBLAS_L2_SIZE $(BIN)/python -m benchmarks
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "$(PYTHON) is older than Python 3.10; set PYTHON=... to a newer one" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# Installed as a user would have it, not editable: what the tests see is what the wheel holds.
+$(VENV)/.installed: $(BIN)/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet '.[test]'
+	@touch $@
+
+# These add an extra's packages to the installed package; nothing is built again.
+$(VENV)/.dev: pyproject.toml | $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet 'mlx-npumoe[dev]'
+	@touch $@
+
+$(VENV)/.bench: pyproject.toml | $(VENV)/.installed
+	-$(BIN)/python -m pip install --quiet --prefer-binary 'mlx-npumoe[bench]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
