@@ -1,0 +1,37 @@
+"""The `mlx_moe` command: one module per subcommand."""
+
+import argparse
+import importlib
+
+from .. import __version__
+
+COMMANDS = {
+    "generate": "generate text, as mlx_lm.generate does",
+    "run": "run any stock mlx-lm command with the models it loads replaced",
+    "attach": "write a model directory that stock mlx-lm commands run replaced",
+    "benchmark": "measure prefill and decode, stock against replaced",
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    listing = "\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="mlx_moe",
+        usage="mlx_moe [-h] [--version] COMMAND ...",
+        description="Fast, exact Mixture-of-Experts layers for mlx-lm.",
+        epilog=f"commands:\n{listing}\n\nmlx_moe COMMAND --help tells more about each.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"mlx_moe {__version__}")
+    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help=argparse.SUPPRESS)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one subcommand; returns its exit code (2: wrong usage)."""
+    args = build_parser().parse_args(argv)
+    command = importlib.import_module(f".{args.command}", __name__)
+    return command.main(args.arguments)
+
+

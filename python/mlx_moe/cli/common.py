@@ -1,0 +1,92 @@
+"""What the commands share: our options, error reports, running a stock command."""
+
+import argparse
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import EntryPoint, distribution
+
+from ..errors import MoEError
+
+INTERRUPTED = 130  # what a shell reports for a process that SIGINT ended
+
+
+def add_backend_option(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--backend",
+        choices=("auto", "stock", "cpu"),
+        default="auto",
+        help="Where the replaced layers run; auto: the CPU kernels where MLX itself computes "
+        "on the CPU, else stock (default: auto)",
+    )
+
+
+def add_stats_option(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--stats",
+        choices=("summary", "layers", "json", "none"),
+        default="summary",
+        help="What to print to stderr at the end about the layers that ran (default: summary)",
+    )
+
+
+def command(main: Callable[[list[str] | None], int]) -> Callable[[list[str] | None], int]:
+    """Give a command's main one log format, short error messages and exit codes."""
+
+    @functools.wraps(main)
+    def wrapped(argv: list[str] | None = None) -> int:
+        log_to_stderr()
+        try:
+            return main(argv)
+        except MoEError as error:
+            print(f"mlx_moe: error: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print("mlx_moe: interrupted", file=sys.stderr)
+            return INTERRUPTED
+
+    return wrapped
+
+
+def log_to_stderr() -> None:
+    log = logging.getLogger("mlx_moe")
+    if log.handlers:
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("[mlx_moe] %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False  # the stock server configures the root logger itself
+
+
+@contextmanager
+def missing_model_is_an_error(name: str | None) -> Iterator[None]:
+    """Turn what mlx-lm and the hub raise for a model that is not there into one line."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        yield
+    except (FileNotFoundError, HfHubHTTPError, HFValidationError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise MoEError(
+            f"cannot load the model {name!r}: {reason}. "
+            "Give a model directory, or a Hugging Face repository id that can be downloaded."
+        ) from error
+
+
+def stock_commands() -> dict[str, EntryPoint]:
+    """The console scripts of the installed mlx-lm, by name."""
+    entry_points = distribution("mlx-lm").entry_points
+    return {e.name: e for e in entry_points if e.group == "console_scripts"}
+
+
+def call_stock(name: str, main: Callable[[], object], arguments: list[str]) -> int:
+    """Call a stock command's `main` with its own command line; returns its exit code."""
+    argv, sys.argv = sys.argv, [name, *arguments]
+    try:
+        code = main()
+    finally:
+        sys.argv = argv
+    return code if isinstance(code, int) else 0

@@ -1,0 +1,59 @@
+"""`mlx_moe generate`: mlx_lm.generate with the model's layers replaced."""
+
+import argparse
+import importlib
+import sys
+from contextlib import ExitStack
+
+from ..patch import attribute, replaced_models
+from . import report
+from .common import (
+    add_backend_option,
+    add_stats_option,
+    call_stock,
+    command,
+    missing_model_is_an_error,
+)
+from .compare import Comparison
+
+
+def build_parser(stock_parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The stock parser with our options added to it."""
+    stock_parser.prog = "mlx_moe generate"
+    stock_parser.description = (
+        "Generate text as mlx_lm.generate does, with the model's layers replaced."
+    )
+    ours = stock_parser.add_argument_group("mlx_moe")
+    add_backend_option(ours)
+    add_stats_option(ours)
+    ours.add_argument(
+        "--compare",
+        action="store_true",
+        help="Run the stock layers on the same prompt too, and print both speeds to stderr",
+    )
+    return stock_parser
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    # The attribute `mlx_lm.generate` is a function that hides the module.
+    stock = importlib.import_module("mlx_lm.generate")
+    arguments = sys.argv[1:] if argv is None else argv
+    parser = build_parser(stock.setup_arg_parser())
+    args = parser.parse_args(arguments)
+    if args.compare and args.prompt_cache_file:
+        parser.error("--compare runs the prompt twice, which --prompt-cache-file does not allow")
+
+    with ExitStack() as stack:
+        stack.enter_context(missing_model_is_an_error(args.model or stock.DEFAULT_MODEL))
+        models = stack.enter_context(replaced_models(args.backend))
+        stack.enter_context(attribute(stock, "setup_arg_parser", lambda: parser))
+        comparison = Comparison(stock.stream_generate, models)
+        if args.compare:
+            stack.enter_context(attribute(stock, "stream_generate", comparison))
+        code = call_stock("mlx_moe.generate", stock.main, arguments)
+        report.write(models, args.stats)
+        if args.compare:
+            sys.stdout.flush()
+            print(comparison.against_stock(), file=sys.stderr)
+    return code

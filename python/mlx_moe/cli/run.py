@@ -1,0 +1,44 @@
+"""`mlx_moe run`: a stock mlx-lm command with every model it loads replaced."""
+
+import argparse
+
+from ..errors import MoEError
+from . import report
+from .common import add_backend_option, add_stats_option, call_stock, command, stock_commands
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mlx_moe run",
+        usage="mlx_moe run [-h] [--backend {auto,stock,cpu}] "
+        "[--stats {summary,layers,json,none}] COMMAND ...",
+        description="Run a stock mlx-lm command, such as `mlx_lm.server --model M` or "
+        "`mlx_lm generate --model M`, with the layers of every model that it loads replaced. "
+        "Options of mlx_moe come before the command, the command's own after it.",
+    )
+    add_backend_option(parser)
+    add_stats_option(parser)
+    parser.add_argument("stock", metavar="COMMAND", help="mlx_lm.NAME, or mlx_lm NAME")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    known = stock_commands()
+    if args.stock not in known:
+        parser.error(f"unknown command {args.stock!r}; mlx-lm has {', '.join(sorted(known))}")
+    try:
+        stock_main = known[args.stock].load()
+    except ImportError as error:
+        raise MoEError(f"{args.stock} does not start: {error}. Install what it needs.") from error
+
+    from ..patch import replaced_models
+
+    with replaced_models(args.backend) as models:
+        try:
+            return call_stock(args.stock, stock_main, args.arguments)
+        finally:
+            report.write(models, args.stats)

@@ -1,0 +1,76 @@
+"""Load a model with mlx-lm and replace its layers."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.utils
+
+from .dense import replace_linear_layers
+from .errors import NoMoELayers
+from .replace import Replacement, replace_moe_layers
+
+log = logging.getLogger("mlx_moe")
+
+
+@dataclass
+class Replaced:
+    """A model and what was replaced in it; None where nothing was."""
+
+    model: nn.Module
+    backend: str
+    moe: Replacement | None = None
+    dense: Replacement | None = None
+
+    def replace(self) -> "Replaced":
+        """Replace the MoE layers, and on a CPU-only MLX the dense ones too."""
+        try:
+            self.moe = replace_moe_layers(self.model, backend=self.backend)
+        except NoMoELayers:
+            log.info("%s has no MoE layers: none replaced", type(self.model).__module__)
+        try:
+            self.dense = replace_dense(self.model, self.backend)
+        except BaseException:
+            self.restore()
+            raise
+        return self
+
+    def restore(self) -> None:
+        """Put the stock layers back."""
+        for replacement in (self.dense, self.moe):
+            if replacement is not None:
+                replacement.restore()
+        self.moe = self.dense = None
+
+
+def replace_dense(model: nn.Module, backend: str) -> Replacement | None:
+    """Replace the dense layers where MLX computes on the CPU and `backend` lets us."""
+    if backend == "stock" or mx.default_device() != mx.Device(mx.cpu):
+        return None
+    try:
+        return replace_linear_layers(model, backend=backend)
+    except NoMoELayers:
+        return None
+
+
+def load(path_or_repo: str, *, backend: str = "auto", **options: Any) -> Any:
+    """Load a model as `mlx_lm.load` does, with its layers replaced.
+
+    Args:
+        path_or_repo: a model directory or a Hugging Face repository id.
+        backend: "auto", "stock" or "cpu", as for `replace_moe_layers`.
+        **options: everything else goes to `mlx_lm.load` (adapter_path, lazy, ...).
+
+    Returns:
+        (model, tokenizer), and the config as a third item with `return_config=True`.
+
+    Raises:
+        MoEError: a layer cannot be replaced. A model without MoE layers is no error:
+            it is logged, and on a CPU-only MLX its dense layers are replaced.
+        FileNotFoundError, ValueError: from `mlx_lm.load`.
+    """
+    loaded = mlx_lm.utils.load(str(path_or_repo), **options)
+    Replaced(loaded[0], backend).replace()
+    return loaded
