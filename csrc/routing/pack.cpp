@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <climits>
-#include <cstring>
 #include <string>
 #include <vector>
 
@@ -16,7 +15,7 @@ using ConvertRow = void (*)(const void* from, void* to, size_t width);
 
 template <Scalar From, Scalar To>
 void convert_row(const void* from, void* to, size_t width) {
-  if constexpr (From == To) std::memcpy(to, from, width * size_of(To));
+  if constexpr (From == To) std::copy_n(static_cast<const char*>(from), width * size_of(To), static_cast<char*>(to));
   else
     for (size_t i = 0; i < width; ++i) narrow<To>(to, i, widen<From>(from, i));
 }
@@ -80,8 +79,7 @@ void pack(const Rows& x, size_t top_k, const Buckets& kept, const int32_t* exper
       convert(from + size_t(bucket[i]) / top_k * from_bytes, to, x.width);
       *slots++ = bucket[i];
     }
-    std::memset(to, 0, (capacity - load) * to_bytes);
-    to += (capacity - load) * to_bytes;
+    to = std::fill_n(to, (capacity - load) * to_bytes, 0);
     slots = std::fill_n(slots, capacity - load, -1);
   }
 }
