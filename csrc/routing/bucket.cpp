@@ -16,7 +16,7 @@ constexpr size_t kStackBins = 4 * 256;
 [[noreturn]] void report_bad_id(const uint32_t* ids, size_t n, size_t experts) {
   size_t i = 0;
   while (i + 1 < n && ids[i] < experts) ++i;
-  throw Error("bucket: ids[" + std::to_string(i) + "] is " + std::to_string(int32_t(ids[i])) +
+  throw Error("ids[" + std::to_string(i) + "] is " + std::to_string(int32_t(ids[i])) +
               ", expected an expert from 0 to " + std::to_string(experts - 1));
 }
 
@@ -64,8 +64,8 @@ void sort_streams(const uint32_t* ids, size_t n, size_t experts, uint32_t* bins,
 
 void bucket(const uint32_t* ids, size_t n, size_t experts, int32_t* order, int32_t* offsets) {
   require(experts > 0 && experts <= INT32_MAX,
-          "bucket: num_experts is " + std::to_string(experts) + ", expected 1 to 2147483647");
-  require(n <= INT32_MAX, "bucket: " + std::to_string(n) + " ids, expected at most 2147483647");
+          "num_experts is " + std::to_string(experts) + ", expected 1 to 2147483647");
+  require(n <= INT32_MAX, "" + std::to_string(n) + " ids, expected at most 2147483647");
 
   const size_t streams = n >= 4 * experts ? 4 : 1, bins = std::bit_ceil(experts) * streams;
   uint32_t on_stack[kStackBins];

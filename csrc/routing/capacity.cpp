@@ -21,29 +21,28 @@ uint64_t priority(float importance, size_t position) {
 void check_importance(const Buckets& b, const float* importance) {
   for (size_t i = 0; i < b.n; ++i)
     if (uint32_t(b.order[i]) >= b.n)
-      throw Error("capacity: order[" + std::to_string(i) + "] is " + std::to_string(b.order[i]) +
+      throw Error("order[" + std::to_string(i) + "] is " + std::to_string(b.order[i]) +
                   ", expected an assignment from 0 to " + std::to_string(b.n - 1));
   for (size_t i = 0; i < b.n; ++i)
     if (importance[i] != importance[i])
-      throw Error("capacity: importance[" + std::to_string(i) + "] is NaN");
+      throw Error("importance[" + std::to_string(i) + "] is NaN");
 }
 
 }  // namespace
 
-void check_buckets(const char* who, const Buckets& b) {
-  require(b.n <= INT32_MAX, std::string(who) + ": more than 2147483647 assignments");
+void check_buckets(const char* what, const Buckets& b) {
+  require(b.n <= INT32_MAX, "more than 2147483647 assignments");
   bool ok = b.offsets[0] == 0 && size_t(b.offsets[b.experts]) == b.n;
   for (size_t e = 0; e < b.experts; ++e) ok &= b.offsets[e] <= b.offsets[e + 1];
-  if (!ok)
-    throw Error(std::string(who) + ": offsets must rise from 0 to the number of assignments (" +
-                std::to_string(b.n) + ")");
+  require(ok, std::string(what) + " must rise from 0 to the number of assignments, " +
+                  std::to_string(b.n));
 }
 
 size_t count_kept(const Buckets& b, const int32_t* capacities, int32_t* kept_offsets) {
   kept_offsets[0] = 0;
   for (size_t e = 0; e < b.experts; ++e) {
     if (capacities[e] < 0)
-      throw Error("capacity: capacities[" + std::to_string(e) + "] is " +
+      throw Error("capacities[" + std::to_string(e) + "] is " +
                   std::to_string(capacities[e]) + ", expected 0 or more");
     kept_offsets[e + 1] =
         kept_offsets[e] + std::min(capacities[e], b.offsets[e + 1] - b.offsets[e]);

@@ -13,8 +13,8 @@ struct Buckets {
   size_t experts;
 };
 
-// Throws Error unless the offsets start at 0, never fall and end at n.
-void check_buckets(const char* who, const Buckets& buckets);
+// Throws Error, which names `what`, unless the offsets start at 0, never fall and end at n.
+void check_buckets(const char* what, const Buckets& buckets);
 
 // Fills kept_offsets (experts + 1) from the capacities and returns the number kept.
 size_t count_kept(const Buckets& buckets, const int32_t* capacities, int32_t* kept_offsets);

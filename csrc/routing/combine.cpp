@@ -17,10 +17,10 @@ std::vector<int32_t> row_of_assignments(const int32_t* assignments, size_t n, si
     const int32_t a = assignments[i];
     if (a == -1) continue;
     if (size_t(uint32_t(a)) >= total)
-      throw Error("combine: assignments[" + std::to_string(i) + "] is " + std::to_string(a) +
+      throw Error("assignments[" + std::to_string(i) + "] is " + std::to_string(a) +
                   ", expected -1 or an assignment below " + std::to_string(total));
     if (row[a] >= 0)
-      throw Error("combine: assignment " + std::to_string(a) + " is in rows " +
+      throw Error("assignment " + std::to_string(a) + " is in rows " +
                   std::to_string(row[a]) + " and " + std::to_string(i) + ", expected once");
     row[a] = int32_t(i);
   }
@@ -47,7 +47,7 @@ AddScaled adder(Scalar type) {
 void combine(const Rows& rows, const int32_t* assignments, const float* scores, size_t tokens,
              size_t top_k, bool accumulate, float* out) {
   require(rows.count <= INT32_MAX && tokens <= INT32_MAX / std::max<size_t>(top_k, 1),
-          "combine: more than 2147483647 assignments");
+          "more than 2147483647 assignments");
   const std::vector<int32_t> row = row_of_assignments(assignments, rows.count, tokens * top_k);
   const AddScaled add = adder(rows.type);
   const char* data = static_cast<const char*>(rows.data);

@@ -15,7 +15,8 @@ using ConvertRow = void (*)(const void* from, void* to, size_t width);
 
 template <Scalar From, Scalar To>
 void convert_row(const void* from, void* to, size_t width) {
-  if constexpr (From == To) std::copy_n(static_cast<const char*>(from), width * size_of(To), static_cast<char*>(to));
+  if constexpr (From == To)
+    std::copy_n(static_cast<const char*>(from), width * size_of(To), static_cast<char*>(to));
   else
     for (size_t i = 0; i < width; ++i) narrow<To>(to, i, widen<From>(from, i));
 }
@@ -37,50 +38,54 @@ ConvertRow converter(Scalar from, Scalar to) {
   }
 }
 
-void check(const Rows& x, size_t top_k, const Buckets& kept, const int32_t* experts, size_t groups,
-           size_t capacity) {
-  require(top_k > 0, "pack: k is 0, expected at least 1");
-  require(x.count <= INT32_MAX / top_k, "pack: more than 2147483647 assignments");
-  check_buckets("pack", kept);
+void check_loads(const Buckets& kept, const Tiling& tiling) {
   std::vector<bool> packed(kept.experts);
-  for (size_t g = 0; g < groups; ++g) {
-    const std::string where = "pack: experts[" + std::to_string(g) + "] is " +
-                              std::to_string(experts[g]);
-    require(uint32_t(experts[g]) < kept.experts,
-            where + ", expected 0 to " + std::to_string(int64_t(kept.experts) - 1));
-    const int32_t* bounds = kept.offsets + experts[g];
-    const size_t load = size_t(bounds[1] - bounds[0]);
-    require(load <= capacity, where + " with " + std::to_string(load) +
-                                  " assignments, expected at most the capacity " +
-                                  std::to_string(capacity));
-    require(!packed[experts[g]], where + " for the second time, expected distinct experts");
-    packed[experts[g]] = true;
+  for (size_t g = 0; g < tiling.groups; ++g) {
+    const int32_t expert = tiling.experts[g];
+    const auto fail = [&](const std::string& what) {
+      throw Error("experts[" + std::to_string(g) + "] is " + std::to_string(expert) + what);
+    };
+    if (expert < 0 || size_t(expert) >= kept.experts)
+      fail(", expected an expert below " + std::to_string(kept.experts));
+    const int32_t load = kept.offsets[expert + 1] - kept.offsets[expert];
+    if (size_t(load) > tiling.capacity)
+      fail(" with " + std::to_string(load) + " assignments, expected at most the capacity " +
+           std::to_string(tiling.capacity));
+    if (packed[size_t(expert)]) fail(" for the second time, expected distinct experts");
+    packed[size_t(expert)] = true;
   }
-  for (size_t i = 0; i < kept.n; ++i)
-    if (size_t(uint32_t(kept.order[i])) >= x.count * top_k)
-      throw Error("pack: kept[" + std::to_string(i) + "] is " + std::to_string(kept.order[i]) +
-                  ", expected an assignment below " + std::to_string(x.count * top_k) + " (" +
-                  std::to_string(x.count) + " tokens, k " + std::to_string(top_k) + ")");
 }
 
 }  // namespace
 
-void pack(const Rows& x, size_t top_k, const Buckets& kept, const int32_t* experts, size_t groups,
-          size_t capacity, Scalar type, void* tiles, int32_t* slots) {
-  check(x, top_k, kept, experts, groups, capacity);
+void check_pack(const Rows& x, const Buckets& kept, const Tiling& tiling) {
+  require(tiling.top_k > 0, "k is 0, expected at least 1");
+  require(x.count <= INT32_MAX / tiling.top_k, "more than 2147483647 assignments");
+  check_loads(kept, tiling);
+  const size_t total = x.count * tiling.top_k;
+  for (size_t i = 0; i < kept.n; ++i)
+    if (uint32_t(kept.order[i]) >= total)
+      throw Error("kept[" + std::to_string(i) + "] is " + std::to_string(kept.order[i]) +
+                  ", expected an assignment below " + std::to_string(total) + " (" +
+                  std::to_string(x.count) + " tokens, k " + std::to_string(tiling.top_k) + ")");
+}
+
+void pack(const Rows& x, const Buckets& kept, const Tiling& tiling, Scalar type, void* tiles,
+          int32_t* slots) {
   const ConvertRow convert = converter(x.type, type);
   const size_t from_bytes = x.width * size_of(x.type), to_bytes = x.width * size_of(type);
   const char* from = static_cast<const char*>(x.data);
   char* to = static_cast<char*>(tiles);
-  for (size_t g = 0; g < groups; ++g) {
-    const int32_t* bucket = kept.order + kept.offsets[experts[g]];
-    const size_t load = size_t(kept.offsets[experts[g] + 1] - kept.offsets[experts[g]]);
-    for (size_t i = 0; i < load; ++i, to += to_bytes) {
-      convert(from + size_t(bucket[i]) / top_k * from_bytes, to, x.width);
-      *slots++ = bucket[i];
+  for (size_t g = 0; g < tiling.groups; ++g) {
+    const int32_t* offset = kept.offsets + tiling.experts[g];
+    for (int32_t i = offset[0]; i < offset[1]; ++i, to += to_bytes) {
+      const int32_t assignment = kept.order[i];
+      convert(from + size_t(assignment) / tiling.top_k * from_bytes, to, x.width);
+      *slots++ = assignment;
     }
-    to = std::fill_n(to, (capacity - load) * to_bytes, 0);
-    slots = std::fill_n(slots, capacity - load, -1);
+    const size_t empty = tiling.capacity - size_t(offset[1] - offset[0]);
+    to = std::fill_n(to, empty * to_bytes, 0);
+    slots = std::fill_n(slots, empty, -1);
   }
 }
 

@@ -58,7 +58,7 @@ TEST_CASE("bucket finds an id out of range wherever it stands") {
           CAPTURE(n);
           std::vector<uint32_t> ids(n, uint32_t(experts - 1));
           ids[at] = bad;
-          const std::string message = "bucket: ids[" + std::to_string(at) + "] is " +
+          const std::string message = "ids[" + std::to_string(at) + "] is " +
                                       std::to_string(int32_t(bad)) + ", expected an expert from 0 to " +
                                       std::to_string(experts - 1);
           CHECK_THROWS_WITH_AS(run(ids, experts), message.c_str(), Error);

@@ -28,8 +28,12 @@ Packed run(Scalar from, Scalar to, const Ints& kept, const Ints& offsets, const 
   const auto x = tokens(from);
   const size_t slots = experts.size() * capacity;
   Packed p{std::vector<char>(slots * 3 * size_of(to), 0x55), Ints(slots, 77)};
-  pack({from, x.data(), 4, 3}, top_k, {kept.data(), kept.size(), offsets.data(), offsets.size() - 1},
-       experts.data(), experts.size(), capacity, to, p.tiles.data(), p.slots.data());
+  const Rows rows{from, x.data(), 4, 3};
+  const Buckets buckets{kept.data(), kept.size(), offsets.data(), offsets.size() - 1};
+  const Tiling tiling{experts.data(), experts.size(), capacity, top_k};
+  check_buckets("offsets", buckets);
+  check_pack(rows, buckets, tiling);
+  pack(rows, buckets, tiling, to, p.tiles.data(), p.slots.data());
   return p;
 }
 
