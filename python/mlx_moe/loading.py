@@ -29,7 +29,7 @@ class Replaced:
         try:
             self.moe = replace_moe_layers(self.model, backend=self.backend)
         except NoMoELayers:
-            log.info("%s has no MoE layers: none replaced", type(self.model).__module__)
+            self.moe = None
         try:
             self.dense = replace_dense(self.model, self.backend)
         except BaseException:
@@ -43,6 +43,19 @@ class Replaced:
             if replacement is not None:
                 replacement.restore()
         self.moe = self.dense = None
+
+    def __str__(self) -> str:
+        name = type(self.model).__module__.rpartition(".")[2]
+        moe = f"{len(self.moe.layers)} MoE layers replaced" if self.moe else "no MoE layers"
+        dense = f", {len(self.dense.layers)} dense layers replaced" if self.dense else ""
+        return f"{name}: {moe}{dense}"
+
+
+def replace_layers(model: nn.Module, backend: str) -> Replaced:
+    """Replace what can be replaced in `model`, and say so in one log line."""
+    replaced = Replaced(model, backend).replace()
+    log.info("%s", replaced)
+    return replaced
 
 
 def replace_dense(model: nn.Module, backend: str) -> Replacement | None:
@@ -72,5 +85,5 @@ def load(path_or_repo: str, *, backend: str = "auto", **options: Any) -> Any:
         FileNotFoundError, ValueError: from `mlx_lm.load`.
     """
     loaded = mlx_lm.utils.load(str(path_or_repo), **options)
-    Replaced(loaded[0], backend).replace()
+    replace_layers(loaded[0], backend)
     return loaded

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx_lm.utils
 
-from .loading import Replaced
+from .loading import Replaced, replace_layers
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def replaced_models(backend: str = "auto") -> Iterator[list[Replaced]]:
     @functools.wraps(stock)
     def load_model(*args, **kwargs):
         model, config = stock(*args, **kwargs)
-        models.append(Replaced(model, backend).replace())
+        models.append(replace_layers(model, backend))
         return model, config
 
     with attribute(mlx_lm.utils, "load_model", load_model):

@@ -33,5 +33,3 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     command = importlib.import_module(f".{args.command}", __name__)
     return command.main(args.arguments)
-
-

@@ -1,0 +1,164 @@
+"""`mlx_moe benchmark`: prefill and decode, stock against replaced, in turns."""
+
+import argparse
+import json
+import platform
+import sys
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.utils
+import numpy as np
+
+from .. import core
+from ..errors import MoEError
+from ..loading import replace_layers
+from .common import add_backend_option, command, missing_model_is_an_error
+from .measure import SIDES, Measurement, Workload, measure
+from .report import table
+
+PERCENTILES = (50, 95, 99)
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def build_parser() -> argparse.ArgumentParser:
+    stock = import_module("mlx_lm.generate")  # the attribute of that name is a function
+    parser = argparse.ArgumentParser(
+        prog="mlx_moe benchmark",
+        description="Time the prefill of a random prompt and the decoding of further tokens, "
+        "with the stock layers and with the replaced ones by turns, all logits evaluated.",
+    )
+    parser.add_argument(
+        "--model",
+        default=stock.DEFAULT_MODEL,
+        help=f"Model directory or Hugging Face repo (default: {stock.DEFAULT_MODEL})",
+    )
+    for flags, default, text in (
+        (("--prompt-tokens", "-p"), 512, "Length of the prompt"),
+        (("--generation-tokens", "-g"), 64, "Tokens to decode"),
+        (("--batch-size", "-b"), 1, "Prompts at a time"),
+        (("--num-trials", "-n"), 5, "Trials of each side"),
+        (("--prefill-step-size",), stock.DEFAULT_PREFILL_STEP_SIZE, "Prompt tokens per step"),
+    ):
+        parser.add_argument(
+            *flags, type=positive, default=default, help=f"{text} (default: {default})"
+        )
+    parser.add_argument("--json", metavar="FILE", help="Write JSON to FILE, or to stdout for '-'")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="Allow a model that brings its own code"
+    )
+    add_backend_option(parser)
+    return parser
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    if args.json not in (None, "-") and not Path(args.json).absolute().parent.is_dir():
+        raise MoEError(f"--json {args.json}: there is no such directory to write it in")
+    with missing_model_is_an_error(args.model):
+        model, _, config = mlx_lm.utils.load(
+            args.model,
+            tokenizer_config={"trust_remote_code": args.trust_remote_code},
+            return_config=True,
+            trust_remote_code=args.trust_remote_code,
+        )
+    workload = Workload(
+        vocabulary=config.get("vocab_size") or config["text_config"]["vocab_size"],
+        batch_size=args.batch_size,
+        prompt_tokens=args.prompt_tokens,
+        generation_tokens=args.generation_tokens,
+        prefill_step_size=args.prefill_step_size,
+    )
+    measurement = measure(replace_layers(model, args.backend), workload, args.num_trials)
+    report = {
+        "model": args.model,
+        "backend": args.backend,
+        "trials": args.num_trials,
+        "workload": vars(workload),
+        "machine": machine(),
+        **results(measurement, workload),
+    }
+    print(as_text(report), file=sys.stderr if args.json == "-" else sys.stdout)
+    if args.json is not None:
+        write_json(report, args.json)
+    return 0
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on."""
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": mx.default_device().type.name,
+        "isa": core.isa(),
+        "threads": core.num_threads(),
+        "mlx": version("mlx"),
+        "mlx-lm": version("mlx-lm"),
+    }
+
+
+def results(measurement: Measurement, workload: Workload) -> dict[str, Any]:
+    """Statistics by phase and side, None for a stock side that cannot run."""
+    phases: dict[str, Any] = {"prefill": {}, "decode": {}}
+    for side in SIDES:
+        trials = measurement.trials[side]
+        prefill = [trial.prefill for trial in trials]
+        decode = [seconds for trial in trials for seconds in trial.decode]
+        prompt = workload.batch_size * workload.prompt_tokens
+        phases["prefill"][side] = statistics(prefill, prompt)
+        phases["decode"][side] = statistics(decode, workload.batch_size)
+    for phase in phases.values():
+        stock, replaced = phase["stock"], phase["replaced"]
+        phase["ratio"] = stock["median_ms"] / replaced["median_ms"] if stock else None
+    return {
+        **phases,
+        "same_top_token": measurement.agreement(),
+        "stock_error": measurement.stock_error,
+    }
+
+
+def statistics(seconds: list[float], tokens: int) -> dict[str, float] | None:
+    if not seconds:
+        return None
+    median = float(np.median(seconds))
+    spread = {f"p{p}_ms": 1e3 * float(np.percentile(seconds, p)) for p in PERCENTILES}
+    return {"tokens_per_s": tokens / median, "median_ms": 1e3 * median, **spread}
+
+
+def as_text(report: dict[str, Any]) -> str:
+    rows = []
+    for phase in ("prefill", "decode"):
+        for side in SIDES:
+            numbers = report[phase][side]
+            if numbers is not None:
+                ratio = report[phase]["ratio"] if side == "replaced" else None
+                times = [f"{numbers[f'p{p}_ms']:.2f}" for p in PERCENTILES]
+                speed = f"{numbers['tokens_per_s']:.1f}"
+                rows.append([f"{phase} {side}", speed, *times, f"{ratio:.2f}x" if ratio else ""])
+    header = ["", "tokens/s", *(f"ms p{p}" for p in PERCENTILES), "ratio"]
+    facts = ", ".join(f"{name} {value}" for name, value in report["machine"].items())
+    if report["stock_error"]:
+        note = f"stock cannot run this model here: {report['stock_error']}"
+    else:
+        note = f"same most likely token at {report['same_top_token']:.1%} of the prompt"
+    return f"{facts}\n{table(header, rows)}\n{note}"
+
+
+def write_json(report: dict[str, Any], target: str) -> None:
+    text = json.dumps(report, indent=1) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+        return
+    path = Path(target)
+    scratch = path.with_name(f".{path.name}.tmp")
+    scratch.write_text(text)
+    scratch.replace(path)
