@@ -1,0 +1,214 @@
+"""The forward of a replaced expert layer."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchLinear
+
+from . import core
+from .custom import CannotEvaluate, eager, evaluate, token_rows
+from .deferred import Deferred
+from .errors import InvalidArgument
+from .stats import Counters
+from .weights import FLOATS, KEYS, Linear, promote, shallow_copy
+
+PROJECTIONS = {"glu": ("gate_proj", "up_proj", "down_proj"), "mlp": ("fc1", "fc2")}
+LINEARS = frozenset({SwitchLinear, QuantizedSwitchLinear})
+INDEX_DTYPES = frozenset({mx.uint32, mx.int32})
+PLAIN_KEYS = frozenset({*KEYS, "global_scale"})
+
+
+@dataclass
+class Layer:
+    """What replacement knows of one layer, kept on the module as `_moe_layer`.
+
+    Attributes:
+        kind: "glu" (gate, up, down) or "mlp" (fc1, fc2).
+        deferred: the calling block is known to take a `Deferred`.
+        linears: classes of linear children whose forward is the plain one.
+        swiglus: classes of activation that compute silu(gate) * up.
+    """
+
+    name: str
+    kind: str
+    deferred: bool
+    counters: Counters
+    linears: frozenset[type] = LINEARS
+    swiglus: frozenset[type] = frozenset({SwiGLU})
+    top_k: int | None = field(default=None, compare=False)
+
+
+class _UnknownFormat(Exception):
+    """The kernels do not read this weight format."""
+
+
+def replaced_class(base: type) -> type:
+    """The subclass of `base` (made once) whose instances run through `forward`."""
+    if base not in _classes:
+
+        def __call__(self, x, indices, *args, **kwargs):
+            if args or kwargs:
+                self._moe_layer.counters.fell_back("arguments", "called with extra arguments")
+                return base.__call__(self, x, indices, *args, **kwargs)
+            return forward(self, self._moe_layer, x, indices)
+
+        body = {"__call__": __call__, "__module__": base.__module__, "_moe_base": base}
+        _classes[base] = type(base.__name__, (base,), body)
+    return _classes[base]
+
+
+_classes: dict[type, type] = {}
+
+
+def forward(module: Any, layer: Layer, x: mx.array, indices: mx.array) -> Any:
+    """Outputs [..., k, D] of the experts `indices` [..., k] for `x` [..., K], as stock's."""
+    layer.counters.called(x.size // x.shape[-1] if x.size else 0)
+    layer.top_k = indices.shape[-1]
+    if reason := _stock_reason(module, layer, x, indices):
+        layer.counters.fell_back(reason, _DETAILS[reason])
+        return type(module)._moe_base.__call__(module, x, indices)
+    call = Call(module, layer, x, indices)
+    return Deferred(call) if layer.deferred and call.fused else call.run()
+
+
+_DETAILS = {
+    "training": "training mode",
+    "adapter": "a projection is not a plain switch linear (adapters are)",
+    "activation": "the activation has parameters",
+    "dtype": "the input is not f32, f16 or bf16, or the indices are not integers",
+    "shape": "the input and the indices differ in their leading dimensions",
+    "tracing": "called while mx.compile or mx.vmap traces",
+    "format": "weight format unknown to the kernels",
+}
+
+
+def _stock_reason(module: Any, layer: Layer, x: mx.array, indices: mx.array) -> str | None:
+    if module.training:
+        return "training"
+    for name in PROJECTIONS[layer.kind]:
+        child = module[name]
+        if type(child) not in layer.linears or not child.keys() <= PLAIN_KEYS:
+            return "adapter"
+    activation = module.activation
+    if isinstance(activation, dict) and activation:
+        return "activation"
+    if x.dtype not in FLOATS or not mx.issubdtype(indices.dtype, mx.integer):
+        return "dtype"
+    if x.shape[:-1] != indices.shape[:-1]:
+        return "shape"
+    return None
+
+
+class Call:
+    """One forward: its inputs and the weights as they are now (see `deferred.Experts`)."""
+
+    __slots__ = ("dtype", "fused", "indices", "layer", "linears", "module", "shape", "x")
+
+    def __init__(self, module: Any, layer: Layer, x: mx.array, indices: mx.array):
+        self.module, self.layer, self.x, self.indices = module, layer, x, indices
+        self.linears = [Linear(module[name]) for name in PROJECTIONS[layer.kind]]
+        self.fused = layer.kind == "glu" and type(module.activation) in layer.swiglus
+        self.shape = (*indices.shape, self.linears[-1].rows)
+        self.dtype = promote(*[linear.out_dtype(x.dtype) for linear in self.linears])
+
+    def run(self, scores: mx.array | None = None) -> mx.array:
+        arrays = [self.x] if scores is None else [self.x, scores]
+        first = len(arrays)
+        for linear in self.linears:
+            arrays += linear.arrays
+
+        def split(given: tuple[mx.array, ...]) -> tuple[Any, Any]:
+            """Regroup the arrays: per linear, and the scores."""
+            rest, groups = list(given[first:]), []
+            for linear in self.linears:
+                groups.append([rest.pop(0) for _ in linear.arrays])
+            return groups, given[1] if scores is not None else None
+
+        def compute(x: mx.array, *given: mx.array) -> mx.array:
+            groups, weights = split((x, *given))
+            return self._compute(x, groups, weights)
+
+        def stock(x: mx.array, *given: mx.array) -> mx.array:
+            groups, weights = split((x, *given))
+            y = self._stock(x, groups)
+            return y if weights is None else (y * weights).sum(axis=-2)
+
+        try:
+            return eager(compute, stock, arrays)
+        except CannotEvaluate:
+            self.layer.counters.fell_back("tracing", _DETAILS["tracing"])
+            return stock(*arrays)
+        except _UnknownFormat as error:
+            self.layer.counters.fell_back("format", str(error))
+            try:
+                return stock(*arrays)
+            except ValueError:
+                raise InvalidArgument(f"{self.layer.name}: {error}") from None
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{self.layer.name}: {error}") from error
+
+    def _stock(self, x: mx.array, groups: list[list[mx.array]]) -> mx.array:
+        """The module's own forward, with other weight arrays."""
+        base = type(self.module)._moe_base
+        twin = shallow_copy(self.module, base)
+        names = PROJECTIONS[self.layer.kind]
+        for name, linear, arrays in zip(names, self.linears, groups, strict=True):
+            twin[name] = linear.twin(arrays)
+        return base.__call__(twin, x, self.indices)
+
+    def _compute(
+        self, x: mx.array, groups: list[list[mx.array]], scores: mx.array | None
+    ) -> mx.array:
+        k = self.shape[-2]
+        ids = token_rows(self.indices, k)
+        if ids.dtype not in INDEX_DTYPES:
+            ids = ids.astype(mx.int32)
+        weights = [a for group in groups for a in group]
+        weights += [a for linear in self.linears for a in linear.fixed.values()]
+        x = token_rows(x, x.shape[-1])
+        if not self.fused:
+            evaluate(x, ids, *weights)
+            return self._chain(x, ids, self._matrices(groups))
+        x = x.astype(self.dtype)
+        if scores is None:
+            out = mx.zeros((*ids.shape, self.shape[-1]), self.dtype)
+            evaluate(x, ids, out, *weights)
+            core.swiglu(x, ids, *self._matrices(groups), out)
+            shape = self.shape
+        else:
+            out = mx.zeros((ids.shape[0], self.shape[-1]), promote(self.dtype, scores.dtype))
+            scores = token_rows(scores, k)
+            evaluate(x, ids, scores, out, *weights)
+            core.swiglu_combine(x, ids, scores, *self._matrices(groups), out)
+            shape = (*self.shape[:-2], self.shape[-1])
+        self.layer.counters.ran(1)
+        return out if out.shape == shape else out.reshape(shape)
+
+    def _matrices(self, groups: list[list[mx.array]]) -> list[core.Matrix]:
+        try:
+            return [
+                linear.matrix(arrays) for linear, arrays in zip(self.linears, groups, strict=True)
+            ]
+        except (InvalidArgument, TypeError) as error:
+            raise _UnknownFormat(str(error)) from error
+
+    def _chain(self, x: mx.array, ids: mx.array, matrices: list[core.Matrix]) -> mx.array:
+        """Any activation: grouped projections with MLX's own arithmetic between them."""
+        tokens, k = ids.shape
+        lead = self.indices.shape
+
+        def grouped(rows: mx.array, linear: Linear, matrix: core.Matrix) -> mx.array:
+            dtype = linear.out_dtype(rows.dtype)
+            rows = rows.astype(dtype)
+            out = mx.zeros((tokens, k, linear.rows), dtype)
+            evaluate(rows, out)
+            core.grouped(rows, ids, matrix, out)
+            self.layer.counters.ran(1)
+            return out.reshape(*lead, 1, linear.rows)
+
+        inner = [grouped(x, *pair) for pair in zip(self.linears[:-1], matrices, strict=False)]
+        inner = inner[::-1]  # activations take (up, gate)
+        hidden = self.module.activation(*inner)
+        hidden = mx.contiguous(hidden.reshape(tokens, k, -1))
+        return grouped(hidden, self.linears[-1], matrices[-1]).reshape(self.shape)

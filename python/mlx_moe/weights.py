@@ -1,0 +1,99 @@
+"""The weights of a linear layer as they are at this moment, and the kernels' view of them."""
+
+from typing import Any
+
+import mlx.core as mx
+
+from . import core
+
+FLOATS = frozenset({mx.float32, mx.float16, mx.bfloat16})
+KEYS = ("weight", "scales", "biases", "bias")
+
+
+def promote(*dtypes: mx.Dtype) -> mx.Dtype:
+    """MLX's common type of f32, f16 and bf16 dtypes."""
+    first = dtypes[0]
+    return first if all(d == first for d in dtypes) else mx.float32
+
+
+class Linear:
+    """The arrays and the format of one (stacked) linear module, read at a call.
+
+    Nothing is kept between calls: an array can change under the same Python object
+    (`layer.bias /= 2`), so that identity would not show it, and reading costs a microsecond.
+
+    Attributes:
+        module: the module that was read.
+        names, arrays: its floating-point arrays, which gradients can reach.
+        fixed: its other arrays (packed weights, uint8 scales, global scales) by name.
+    """
+
+    __slots__ = ("arrays", "fixed", "module", "names")
+
+    def __init__(self, module: Any):
+        self.module = module
+        self.names: list[str] = []
+        self.arrays: list[mx.array] = []
+        self.fixed: dict[str, mx.array] = {}
+        for name in KEYS:
+            array = module.get(name)
+            if array is None:
+                continue
+            if array.dtype in FLOATS:
+                self.names.append(name)
+                self.arrays.append(array)
+            else:
+                self.fixed[name] = array
+        if (global_scale := module.get("global_scale")) is not None:
+            self.fixed["global_scale"] = global_scale
+
+    @property
+    def rows(self) -> int:
+        """Output features."""
+        return int(self.module["weight"].shape[-2])
+
+    def out_dtype(self, x: mx.Dtype) -> mx.Dtype:
+        """The dtype of stock's result for an input of dtype `x`."""
+        return promote(x, *[a.dtype for a in self.arrays])
+
+    def matrix(self, arrays: list[mx.array]) -> core.Matrix:
+        """The kernels' handle; `arrays` stand for `self.arrays` and must be evaluated."""
+        given = dict(zip(self.names, arrays, strict=True), **self.fixed)
+        weight, bias = given.pop("weight"), given.pop("bias", None)
+        if "scales" not in given:
+            return core.Matrix(weight, bias=bias)
+        module = self.module
+        return core.Matrix(
+            weight,
+            given["scales"],
+            given.get("biases"),
+            mode=getattr(module, "mode", "affine"),
+            bits=module.bits,
+            group_size=module.group_size,
+            global_scale=given.get("global_scale"),
+            bias=bias,
+        )
+
+    def twin(self, arrays: list[mx.array]) -> Any:
+        """A shallow copy of the module that holds `arrays` in place of `self.arrays`."""
+        other = shallow_copy(self.module, type(self.module))
+        dict.update(other, zip(self.names, arrays, strict=True))
+        return other
+
+
+def shallow_copy(module: Any, cls: type) -> Any:
+    """A copy of an MLX module, as class `cls`, that shares its children and arrays."""
+    other = cls.__new__(cls)
+    other.__dict__.update(module.__dict__)
+    dict.update(other, module)
+    return other
+
+
+def describe(module: Any) -> tuple[str, int | None]:
+    """The dtype of a linear module's values ("bfloat16") and its bits, None if not quantised."""
+    module = module.get("linear", module)  # adapters wrap their base layer
+    if "scales" not in module:
+        return str(module["weight"].dtype).removeprefix("mlx.core."), None
+    mode = getattr(module, "mode", "affine")
+    values = str(module["scales"].dtype).removeprefix("mlx.core.")
+    return (values if mode == "affine" else mode), int(module.bits)
