@@ -35,21 +35,16 @@ test: $(VENV)/.installed
 	else echo "doctest not found: C++ unit tests skipped"; fi
 	$(BIN)/python -m pytest tests
 
-SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
+CPP_TEST := -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+  -DMLX_MOE_PYTHON=OFF -DMLX_MOE_TESTS=ON
 
 cpp-test: $(VENV)/.dev
-	$(BIN)/cmake -S . -B build/asan -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
-	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DMLX_MOE_PYTHON=OFF -DMLX_MOE_TESTS=ON \
-	  -DCMAKE_CXX_FLAGS="$(SANITIZE)" -DCMAKE_EXE_LINKER_FLAGS="$(SANITIZE)"
+	$(BIN)/cmake $(CPP_TEST) -B build/asan -DMLX_MOE_SANITIZE=address,undefined
 	$(BIN)/cmake --build build/asan
 	$(BIN)/ctest --test-dir build/asan --output-on-failure --no-tests=error
 
 cpp-test-aarch64: $(VENV)/.dev
-	$(BIN)/cmake -S . -B build/aarch64 -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
-	  -DCMAKE_BUILD_TYPE=Release -DMLX_MOE_PYTHON=OFF -DMLX_MOE_TESTS=ON \
-	  -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
-	  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
-	  "-DCMAKE_CROSSCOMPILING_EMULATOR=qemu-aarch64;-L;/usr/aarch64-linux-gnu"
+	$(BIN)/cmake $(CPP_TEST) -B build/aarch64 -DCMAKE_TOOLCHAIN_FILE=tests/cpp/aarch64.cmake
 	$(BIN)/cmake --build build/aarch64
 	$(BIN)/ctest --test-dir build/aarch64 --output-on-failure --no-tests=error
 

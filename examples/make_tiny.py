@@ -23,9 +23,8 @@ def make(source: Path, target: Path) -> int:
         made = Path(scratch) / "model"
         convert(str(source), str(made), quantize=True, q_bits=BITS, q_group_size=GROUP_SIZE)
         (made / "README.md").unlink(missing_ok=True)  # a hub card with the source's local path
-        for file in source.glob(
-            "tokenizer*.json"
-        ):  # as trained: readable by any transformers release
+        # As trained, since transformers 5 writes a tokenizer class that older releases do not know.
+        for file in source.glob("tokenizer*.json"):
             (made / file.name).write_bytes(file.read_bytes())
         end_of_text = json.loads((source / "config.json").read_text())["eos_token_id"]
         generation = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
