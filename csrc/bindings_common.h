@@ -1,0 +1,43 @@
+#pragma once
+
+// How arrays come in: any buffer through DLPack, checked here, never copied.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <string>
+
+#include "support/error.h"
+#include "support/half.h"
+
+namespace nb = nanobind;
+
+namespace mlx_moe {
+
+using Array = nb::ndarray<nb::ro, nb::device::cpu>;
+using OutArray = nb::ndarray<nb::device::cpu>;
+
+std::string shape_of(const Array& a);
+
+// Float type of an array; an Error that names `what` for any other dtype.
+Scalar scalar_type(const Array& a, const char* what);
+
+// An Error unless the array is row-contiguous.
+void require_contiguous(const Array& a, const char* what);
+
+// The same and that it has `ndim` dimensions.
+void require_shape(const Array& a, size_t ndim, const char* what);
+
+// Contiguous [.., k] expert ids, uint32 or int32 (a negative one reads as out of range).
+const uint32_t* id_data(const Array& ids, const char* what);
+
+// Counts a call, for tests that assert what ran.
+void count_call(const char* function);
+
+void bind_routing(nb::module_& m);
+
+}  // namespace mlx_moe

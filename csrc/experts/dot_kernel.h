@@ -1,0 +1,111 @@
+#pragma once
+
+// The kernel that multiplies by dot products: weight rows are unpacked to float32 and multiplied
+// with float32 activations, both along the columns. Included by the one-ISA files only.
+
+#include "experts/activation.h"
+#include "experts/kernel.h"
+#include "experts/unpack.h"
+
+namespace mlx_moe {
+
+template <class Simd>
+struct DotKernel {
+  static constexpr size_t kBlock = 32, kRows = 4, kPad = 16;
+
+  static size_t padded(size_t cols) { return (cols + kPad - 1) / kPad * kPad; }
+
+  static size_t panel_bytes(size_t tokens, size_t cols) {
+    return tokens * padded(cols) * sizeof(float);
+  }
+
+  static void pack(const Gather& x, size_t tokens, size_t cols, void* panel) {
+    size_t stride = padded(cols);
+    for (size_t t = 0; t < tokens; ++t) {
+      size_t row = x.rows ? size_t(x.rows[t] / x.divide) : t;
+      auto* src = static_cast<const uint8_t*>(x.base) + row * x.stride * size_of(x.type);
+      float* dst = static_cast<float*>(panel) + t * stride;
+      Simd::to_f32(x.type, src, cols, dst);
+      for (size_t k = cols; k < stride; ++k) dst[k] = 0.f;
+    }
+  }
+
+  // out[r * ld + t] = dot(w[r], x[t]), the tokens in registers.
+  template <int tokens>
+  static void dots(const float* const* w, const float* x, size_t k, float* out, size_t ld) {
+    typename Simd::V acc[kRows][tokens];
+    for (auto& row : acc)
+      for (auto& a : row) a = Simd::zero();
+    for (size_t i = 0; i < k; i += Simd::width) {
+      typename Simd::V xs[tokens];
+      for (int t = 0; t < tokens; ++t) xs[t] = Simd::load(x + t * k + i);
+      for (size_t r = 0; r < kRows; ++r) {
+        auto wr = Simd::load(w[r] + i);
+        for (int t = 0; t < tokens; ++t) acc[r][t] = Simd::fma(wr, xs[t], acc[r][t]);
+      }
+    }
+    for (size_t r = 0; r < kRows; ++r)
+      for (int t = 0; t < tokens; ++t) out[r * ld + t] = Simd::sum(acc[r][t]);
+  }
+
+  template <int tokens>
+  static void rest(size_t n, const float* const* w, const float* x, size_t k, float* out,
+                   size_t ld) {
+    if (n == tokens) return dots<tokens>(w, x, k, out, ld);
+    if constexpr (tokens > 1) rest<tokens - 1>(n, w, x, k, out, ld);
+  }
+
+  // out [rows, tokens]
+  static void product(const Matrix& m, size_t expert, size_t row0, size_t rows, const float* x,
+                      size_t tokens, float* out) {
+    size_t k = padded(m.cols);
+    auto* unpacked = static_cast<float*>(scratch(2, kRows * k * sizeof(float)));
+    constexpr size_t step = Simd::tokens;
+    for (size_t r = 0; r < rows; r += kRows) {
+      const float* w[kRows];
+      size_t have = rows - r < kRows ? rows - r : kRows;
+      for (size_t i = 0; i < kRows; ++i)
+        w[i] = i < have ? unpack_row<Simd>(m, expert, row0 + r + i, k, unpacked + i * k) : w[0];
+      float* to = out + r * tokens;
+      size_t t = 0;
+      for (; t + step <= tokens; t += step) dots<Simd::tokens>(w, x + t * k, k, to + t, tokens);
+      if (t < tokens) rest<Simd::tokens - 1>(tokens - t, w, x + t * k, k, to + t, tokens);
+    }
+  }
+
+  static void gate_up(const Matrix& gate, const Matrix& up, size_t expert, size_t row0, size_t rows,
+                      const void* x, size_t tokens, void* h) {
+    auto* g = static_cast<float*>(scratch(3, 2 * kBlock * tokens * sizeof(float)));
+    float* u = g + kBlock * tokens;
+    auto* xs = static_cast<const float*>(x);
+    product(gate, expert, row0, rows, xs, tokens, g);
+    product(up, expert, row0, rows, xs, tokens, u);
+    swiglu<Simd>(g, u, rows * tokens, g);
+    size_t stride = padded(gate.rows);
+    size_t end = row0 + rows == gate.rows ? stride : row0 + rows;
+    for (size_t t = 0; t < tokens; ++t) {
+      float* dst = static_cast<float*>(h) + t * stride;
+      for (size_t r = 0; r < rows; ++r) dst[row0 + r] = g[r * tokens + t];
+      for (size_t r = row0 + rows; r < end; ++r) dst[r] = 0.f;
+    }
+  }
+
+  static void project(const Matrix& w, size_t expert, size_t row0, size_t rows, const void* x,
+                      size_t tokens, const Scatter& out) {
+    auto* y = static_cast<float*>(scratch(3, (tokens + 1) * kBlock * sizeof(float)));
+    product(w, expert, row0, rows, static_cast<const float*>(x), tokens, y);
+    float* line = y + kBlock * tokens;
+    for (size_t t = 0; t < tokens; ++t) {
+      for (size_t r = 0; r < rows; ++r) line[r] = y[r * tokens + t] + w.added_to(expert, row0 + r);
+      size_t at = size_t(out.rows ? out.rows[t] : int32_t(t)) * out.stride + row0;
+      Simd::from_f32(out.type, line, rows,
+                     static_cast<uint8_t*>(out.base) + at * size_of(out.type));
+    }
+  }
+
+  static constexpr Kernel kernel(const char* name) {
+    return {name, kBlock, panel_bytes, pack, gate_up, project};
+  }
+};
+
+}  // namespace mlx_moe

@@ -1,0 +1,216 @@
+#include "experts/ffn.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "experts/kernel.h"
+#include "routing/bucket.h"
+#include "support/cpu.h"
+#include "support/error.h"
+#include "support/scratch.h"
+#include "support/thread_pool.h"
+
+namespace mlx_moe {
+
+namespace {
+
+constexpr size_t kUnitTokens = 2048;        // a panel stays within a few caches
+constexpr size_t kWaveBytes = 96 << 20;     // panels that exist at one time
+constexpr size_t kChunkTokens = 2048;       // tokens whose y is held for the weighted sum
+constexpr size_t kPackTokens = 64;          // tokens that one task packs
+constexpr size_t kAlone = 64 << 10;         // panel bytes that are not worth waking a thread for
+
+// A bucket, or a part of one: tokens of one expert that share a panel.
+struct Unit {
+  size_t expert, tokens;
+  const int32_t* rows;
+  char *x, *h;
+};
+
+size_t blocks(size_t rows, const Kernel& kernel) {
+  return (rows + kernel.block_rows - 1) / kernel.block_rows;
+}
+
+size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// Runs fn(unit, first row, rows) over every block of `rows` weight rows of every unit.
+template <class Fn>
+void for_blocks(const Kernel& kernel, const std::vector<Unit>& units, size_t rows, Fn&& fn) {
+  size_t each = blocks(rows, kernel);
+  ThreadPool::shared().run(units.size() * each, [&](size_t i) {
+    size_t row = i % each * kernel.block_rows;
+    fn(units[i / each], row, std::min(kernel.block_rows, rows - row));
+  });
+}
+
+void pack_panels(const Kernel& kernel, const std::vector<Unit>& units, const Input& x,
+                 int32_t divide, size_t bytes) {
+  auto pack = [&](size_t i) {
+    Gather rows{x.data, x.type, units[i].rows, x.cols, divide};
+    kernel.pack(rows, units[i].tokens, x.cols, units[i].x);
+  };
+  if (bytes > kAlone) return ThreadPool::shared().run(units.size(), pack);
+  for (size_t i = 0; i < units.size(); ++i) pack(i);
+}
+
+// Cuts the buckets into units and hands them out in waves whose panels fit the limit.
+template <class Fn>
+void for_waves(const Kernel& kernel, const std::vector<int32_t>& order,
+               const std::vector<int32_t>& offsets, size_t x_cols, size_t h_cols, Fn&& fn) {
+  std::vector<Unit> wave;
+  std::vector<size_t> sizes;
+  size_t bytes = 0;
+  auto flush = [&] {
+    if (wave.empty()) return;
+    char* p = static_cast<char*>(scratch(7, bytes));
+    for (size_t i = 0; i < wave.size(); ++i) {
+      wave[i].x = p;
+      wave[i].h = p + aligned(kernel.panel_bytes(wave[i].tokens, x_cols));
+      p += sizes[i];
+    }
+    fn(wave, bytes);
+    wave.clear();
+    sizes.clear();
+    bytes = 0;
+  };
+  for (size_t e = 0; e + 1 < offsets.size(); ++e)
+    for (size_t i = offsets[e], end = offsets[e + 1]; i < end; i += kUnitTokens) {
+      size_t n = std::min(kUnitTokens, end - i);
+      size_t size = aligned(kernel.panel_bytes(n, x_cols)) +
+                    (h_cols ? aligned(kernel.panel_bytes(n, h_cols)) : 0);
+      if (bytes + size > kWaveBytes) flush();
+      wave.push_back({e, n, order.data() + i, nullptr, nullptr});
+      sizes.push_back(size);
+      bytes += size;
+    }
+  flush();
+}
+
+struct Buckets {
+  std::vector<int32_t> order, offsets;
+  Buckets(const Routing& r, size_t experts) : order(r.tokens * r.k), offsets(experts + 1) {
+    bucket(r.ids, order.size(), experts, order.data(), offsets.data());
+  }
+};
+
+void check_activations(const Input& x, const Matrix& w, const char* what) {
+  require(x.cols == w.cols, std::string(what) + ": activations have " + std::to_string(x.cols) +
+                                " columns, the weight " + std::to_string(w.cols));
+}
+
+void check_same(const Matrix& a, const Matrix& b, const char* what) {
+  require(a.experts == b.experts && a.rows == b.rows && a.cols == b.cols, what);
+}
+
+void check_rows(const Output& y, size_t rows, size_t cols) {
+  require(y.rows == rows && y.cols == cols,
+          "out has " + std::to_string(y.rows) + " rows of " + std::to_string(y.cols) +
+              ", expected " + std::to_string(rows) + " of " + std::to_string(cols));
+}
+
+void check_swiglu(const Input& x, const Routing& r, const Matrix& gate, const Matrix& up,
+                  const Matrix& down) {
+  check_activations(x, gate, "swiglu");
+  require(x.rows == r.tokens, "x has " + std::to_string(x.rows) + " tokens, ids have " +
+                                  std::to_string(r.tokens));
+  check_same(gate, up, "gate and up differ in shape");
+  require(down.experts == gate.experts && down.cols == gate.rows,
+          "down does not take what gate and up give");
+  require(!gate.added && !up.added, "swiglu takes gate and up without a bias");
+}
+
+// Output of y are numbered from the first token of the routing.
+void run_swiglu(const Input& x, const Routing& r, const Matrix& gate, const Matrix& up,
+                const Matrix& down, const Output& y) {
+  const Kernel& kernel = kernel_for(chosen_isa(), x.type);
+  Buckets b(r, gate.experts);
+  for_waves(kernel, b.order, b.offsets, gate.cols, gate.rows, [&](auto& units, size_t bytes) {
+    pack_panels(kernel, units, x, int32_t(r.k), bytes);
+    for_blocks(kernel, units, gate.rows, [&](const Unit& u, size_t row, size_t rows) {
+      kernel.gate_up(gate, up, u.expert, row, rows, u.x, u.tokens, u.h);
+    });
+    for_blocks(kernel, units, down.rows, [&](const Unit& u, size_t row, size_t rows) {
+      kernel.project(down, u.expert, row, rows, u.h, u.tokens, {y.data, y.type, u.rows, y.cols});
+    });
+  });
+}
+
+void sum_assignments(const void* y, Scalar type, const Input& scores, size_t k, size_t token,
+                     const Output& out) {
+  size_t d = out.cols;
+  auto* sum = static_cast<float*>(scratch(0, d * sizeof(float)));
+  std::fill_n(sum, d, 0.f);
+  for (size_t j = 0; j < k; ++j) {
+    float s = load_scalar(scores.type, scores.data, token * k + j);
+    auto* row = static_cast<const char*>(y) + (token * k + j) * d * size_of(type);
+    for (size_t i = 0; i < d; ++i) sum[i] += s * load_scalar(type, row, i);
+  }
+  auto* to = static_cast<char*>(out.data) + token * d * size_of(out.type);
+  for (size_t i = 0; i < d; ++i) store_scalar(out.type, to, i, sum[i]);
+}
+
+}  // namespace
+
+void swiglu(const Input& x, const Routing& r, const Matrix& gate, const Matrix& up,
+            const Matrix& down, const Output& y) {
+  check_swiglu(x, r, gate, up, down);
+  check_rows(y, r.tokens * r.k, down.rows);
+  run_swiglu(x, r, gate, up, down, y);
+}
+
+void swiglu_combine(const Input& x, const Routing& r, const Input& scores,
+                    const Matrix& gate, const Matrix& up, const Matrix& down, const Output& out) {
+  check_swiglu(x, r, gate, up, down);
+  check_rows(out, r.tokens, down.rows);
+  require(scores.rows == r.tokens && scores.cols == r.k, "scores and ids differ in shape");
+  for (size_t t0 = 0; t0 < r.tokens; t0 += kChunkTokens) {
+    size_t n = std::min(kChunkTokens, r.tokens - t0), d = down.rows;
+    auto at = [&](const void* p, size_t row_bytes) {
+      return static_cast<const char*>(p) + t0 * row_bytes;
+    };
+    Routing part{r.ids + t0 * r.k, n, r.k};
+    Input px{at(x.data, x.cols * size_of(x.type)), x.type, n, x.cols};
+    Input ps{at(scores.data, r.k * size_of(scores.type)), scores.type, n, r.k};
+    Output po{const_cast<char*>(at(out.data, d * size_of(out.type))), out.type, n, d};
+    Output y{scratch(6, n * r.k * d * size_of(x.type)), x.type, n * r.k, d};
+    run_swiglu(px, part, gate, up, down, y);
+    auto sum = [&](size_t t) { sum_assignments(y.data, y.type, ps, r.k, t, po); };
+    if (n * r.k * d > kAlone) ThreadPool::shared().run(n, sum);
+    else for (size_t t = 0; t < n; ++t) sum(t);
+  }
+}
+
+void grouped(const Input& x, const Routing& r, const Matrix& w, const Output& y) {
+  check_activations(x, w, "grouped");
+  size_t n = r.tokens * r.k;
+  require(x.rows == r.tokens || x.rows == n,
+          "x has " + std::to_string(x.rows) + " rows, expected one a token (" +
+              std::to_string(r.tokens) + ") or one an assignment (" + std::to_string(n) + ")");
+  check_rows(y, n, w.rows);
+  const Kernel& kernel = kernel_for(chosen_isa(), x.type);
+  int32_t divide = x.rows == n ? 1 : int32_t(r.k);
+  Buckets b(r, w.experts);
+  for_waves(kernel, b.order, b.offsets, w.cols, 0, [&](auto& units, size_t bytes) {
+    pack_panels(kernel, units, x, divide, bytes);
+    for_blocks(kernel, units, w.rows, [&](const Unit& u, size_t row, size_t rows) {
+      kernel.project(w, u.expert, row, rows, u.x, u.tokens, {y.data, y.type, u.rows, y.cols});
+    });
+  });
+}
+
+void linear(const Input& x, const Matrix& w, const Output& y) {
+  check_activations(x, w, "linear");
+  require(w.experts == 1, "linear takes one matrix, got " + std::to_string(w.experts));
+  check_rows(y, x.rows, w.rows);
+  const Kernel& kernel = kernel_for(chosen_isa(), x.type);
+  std::vector<int32_t> order(x.rows), offsets{0, int32_t(x.rows)};
+  for (size_t i = 0; i < x.rows; ++i) order[i] = int32_t(i);
+  for_waves(kernel, order, offsets, w.cols, 0, [&](auto& units, size_t bytes) {
+    pack_panels(kernel, units, x, 1, bytes);
+    for_blocks(kernel, units, w.rows, [&](const Unit& u, size_t row, size_t rows) {
+      kernel.project(w, 0, row, rows, u.x, u.tokens, {y.data, y.type, u.rows, y.cols});
+    });
+  });
+}
+
+}  // namespace mlx_moe

@@ -1,0 +1,39 @@
+#pragma once
+
+#include "experts/matrix.h"
+
+namespace mlx_moe {
+
+// Row-contiguous rows [rows, cols] of the caller's.
+struct Input {
+  const void* data;
+  Scalar type;
+  size_t rows, cols;
+};
+struct Output {
+  void* data;
+  Scalar type;
+  size_t rows, cols;
+};
+
+// The experts that each token is routed to: ids [tokens, k].
+struct Routing {
+  const uint32_t* ids;
+  size_t tokens, k;
+};
+
+// y [tokens * k, D] = down . (silu(gate . x) * (up . x)) of every assignment.
+void swiglu(const Input& x, const Routing& routing, const Matrix& gate, const Matrix& up,
+            const Matrix& down, const Output& y);
+
+// out [tokens, D] = the same, summed over each token's assignments with weights scores [tokens, k].
+void swiglu_combine(const Input& x, const Routing& routing, const Input& scores,
+                    const Matrix& gate, const Matrix& up, const Matrix& down, const Output& out);
+
+// y [tokens * k, N] = w . x of every assignment; x has a row a token or a row an assignment.
+void grouped(const Input& x, const Routing& routing, const Matrix& w, const Output& y);
+
+// y [rows, N] = w . x for a single matrix.
+void linear(const Input& x, const Matrix& w, const Output& y);
+
+}  // namespace mlx_moe

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <string>
+
+#include "experts/matrix.h"
+
+namespace mlx_moe {
+
+// Rows of activations to read: token i of a bucket is row rows[i] (or i) of base.
+struct Gather {
+  const void* base;
+  Scalar type;
+  const int32_t* rows;
+  size_t stride;   // elements from row to row
+  int32_t divide;  // rows[i] / divide is the row: assignment numbers address tokens
+};
+
+// Rows of results to write: token i of a bucket goes to row rows[i] (or i) of base.
+struct Scatter {
+  void* base;
+  Scalar type;
+  const int32_t* rows;
+  size_t stride;
+};
+
+// The micro-kernel interface: what one instruction set offers. A panel is a bucket's activations
+// in the kernel's own layout. A block is up to block_rows weight rows of one expert, against every
+// token of the panel; blocks start at multiples of block_rows.
+struct Kernel {
+  const char* name;
+  size_t block_rows;
+  size_t (*panel_bytes)(size_t tokens, size_t cols);
+  // panel = the gathered rows, [tokens, cols]
+  void (*pack)(const Gather& x, size_t tokens, size_t cols, void* panel);
+  // h = silu(gate . x) * (up . x), columns [row0, row0 + rows) of the panel h
+  void (*gate_up)(const Matrix& gate, const Matrix& up, size_t expert, size_t row0, size_t rows,
+                  const void* x, size_t tokens, void* h);
+  // out[:, row0 : row0 + rows] = w . x + added
+  void (*project)(const Matrix& w, size_t expert, size_t row0, size_t rows, const void* x,
+                  size_t tokens, const Scatter& out);
+};
+
+// The kernel that computes activations of this type; `isa` as in usable_isas().
+const Kernel& kernel_for(const std::string& isa, Scalar activations);
+
+extern const Kernel scalar_kernel, avx2_kernel, avx512_kernel, amx_kernel, neon_kernel;
+
+}  // namespace mlx_moe

@@ -1,0 +1,4 @@
+#include "experts/kernel.h"
+namespace mlx_moe {
+const Kernel amx_kernel = {};
+}

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "support/half.h"
+
+namespace mlx_moe {
+
+// How the values of a weight are stored. The quantised modes are MLX's own
+// (https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.quantize.html).
+enum class Mode : uint8_t { dense, affine, mxfp4, mxfp8, nvfp4 };
+
+// A stack of expert weights [experts, rows, cols] where the caller keeps it; nothing is copied.
+// Quantised rows are bit streams, low bits first; a group of `group` values shares one scale
+// (affine: w = scale * q + bias; the others: w = scale * value(q)).
+struct Matrix {
+  Mode mode = Mode::dense;
+  Scalar type = Scalar::f32;    // of dense values, or of affine scales and biases
+  int bits = 0, group = 0;      // quantised modes only
+  size_t experts = 0, rows = 0, cols = 0;
+  const uint8_t* weight = nullptr;
+  const uint8_t* scales = nullptr;
+  const uint8_t* biases = nullptr;       // affine
+  const float* global_scale = nullptr;   // nvfp4, one an expert, optional
+  const uint8_t* added = nullptr;        // added to the output, [experts, rows], optional
+  Scalar added_type = Scalar::f32;
+
+  size_t groups() const { return cols / size_t(group); }
+  size_t row_bytes() const { return mode == Mode::dense ? cols * size_of(type) : cols * bits / 8; }
+  size_t scale_size() const { return mode == Mode::affine ? size_of(type) : 1; }
+  const uint8_t* row(size_t expert, size_t r) const {
+    return weight + (expert * rows + r) * row_bytes();
+  }
+  const uint8_t* row_scales(size_t expert, size_t r) const {
+    return scales + (expert * rows + r) * groups() * scale_size();
+  }
+  const uint8_t* row_biases(size_t expert, size_t r) const {
+    return biases + (expert * rows + r) * groups() * scale_size();
+  }
+  float added_to(size_t expert, size_t r) const {
+    return added ? load_scalar(added_type, added, expert * rows + r) : 0.f;
+  }
+};
+
+Mode parse_mode(const std::string& name);
+const char* name_of(Mode mode);
+
+// Checks that bits and group are ones that MLX writes and fit the row; an Error says which do not.
+void validate(const Matrix& m);
+
+}  // namespace mlx_moe

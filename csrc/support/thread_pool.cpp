@@ -1,0 +1,164 @@
+#include "support/thread_pool.h"
+
+#include <pthread.h>
+
+#include <new>
+#include <utility>
+
+#include "support/cpu.h"
+
+namespace mlx_moe {
+
+namespace {
+
+constexpr uint64_t kOpen = uint64_t(1) << 31, kInside = kOpen - 1;
+constexpr int kSpins = 2000;  // some tens of microseconds, then sleep
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+std::atomic<ThreadPool*> pool{nullptr};
+std::mutex pool_mutex;
+
+// The parent's threads do not exist in the child: leave the old pool alone and start anew.
+void forget_pool() {
+  pool.store(nullptr);
+  new (&pool_mutex) std::mutex;
+}
+
+}  // namespace
+
+ThreadPool& ThreadPool::shared() {
+  if (ThreadPool* p = pool.load(std::memory_order_acquire)) return *p;
+  std::lock_guard lock(pool_mutex);
+  if (ThreadPool* p = pool.load()) return *p;
+  static const int registered = pthread_atfork(nullptr, nullptr, forget_pool);
+  (void)registered;
+  // Never destroyed: threads may still be asleep in it when the process exits.
+  auto* made = new ThreadPool(chosen_threads());
+  pool.store(made, std::memory_order_release);
+  return *made;
+}
+
+ThreadPool::ThreadPool(size_t threads) : ranges_(threads) {
+  for (size_t i = 1; i < threads; ++i) threads_.emplace_back([this, i] { worker(i); });
+}
+
+ThreadPool::~ThreadPool() {
+  {
+    std::lock_guard lock(sleep_);
+    stop_ = true;
+  }
+  wake_.notify_all();
+  for (auto& t : threads_) t.join();
+}
+
+void ThreadPool::run_indices(size_t n, Call call, void* fn) {
+  std::unique_lock owner(caller_, std::try_to_lock);
+  if (n <= 1 || threads_.empty() || !owner.owns_lock()) {
+    for (size_t i = 0; i < n; ++i) call(fn, i);
+    return;
+  }
+  call_ = call;
+  fn_ = fn;
+  failed_ = false;
+  size_t workers = ranges_.size();
+  for (size_t w = 0; w < workers; ++w)
+    ranges_[w].bounds.store(uint64_t(n * w / workers) << 32 | n * (w + 1) / workers);
+  uint64_t job = (gate_.load() >> 32) + 1;
+  gate_.store((job & 0xffffffff) << 32 | kOpen);
+  if (sleepers_.load() > 0) {
+    std::lock_guard lock(sleep_);
+    wake_.notify_all();
+  }
+  work(0);
+  // Whoever has not come in by now is not waited for.
+  gate_.fetch_and(~kOpen);
+  for (int i = 0; gate_.load(std::memory_order_acquire) & kInside; ++i)
+    i < kSpins ? pause() : std::this_thread::yield();
+  if (failed_) std::rethrow_exception(std::exchange(error_, nullptr));
+}
+
+void ThreadPool::worker(size_t self) {
+  uint32_t seen = 0;
+  for (;;) {
+    bool joined = false;
+    for (int i = 0; i < kSpins && !joined && !stop_; ++i) (joined = try_join(seen)) ? void() : pause();
+    if (!joined) {
+      std::unique_lock lock(sleep_);
+      ++sleepers_;
+      wake_.wait(lock, [&] { return stop_ || (joined = try_join(seen)); });
+      --sleepers_;
+    }
+    if (stop_ && !joined) return;
+    work(self);
+    gate_.fetch_sub(1, std::memory_order_release);
+  }
+}
+
+bool ThreadPool::try_join(uint32_t& seen) {
+  uint64_t gate = gate_.load();
+  while ((gate & kOpen) && uint32_t(gate >> 32) != seen)
+    if (gate_.compare_exchange_weak(gate, gate + 1)) {
+      seen = uint32_t(gate >> 32);
+      return true;
+    }
+  return false;
+}
+
+void ThreadPool::work(size_t self) {
+  size_t i;
+  do {
+    while (take(self, i)) {
+      if (failed_.load(std::memory_order_relaxed)) continue;
+      try {
+        call_(fn_, i);
+      } catch (...) {
+        record_exception();
+      }
+    }
+  } while (steal(self));
+}
+
+bool ThreadPool::take(size_t self, size_t& i) {
+  auto& bounds = ranges_[self].bounds;
+  uint64_t b = bounds.load();
+  while ((b >> 32) < (b & 0xffffffff))
+    if (bounds.compare_exchange_weak(b, b + (uint64_t(1) << 32))) {
+      i = b >> 32;
+      return true;
+    }
+  return false;
+}
+
+// Takes the later half of the fullest range, so that its owner keeps its place in memory.
+bool ThreadPool::steal(size_t self) {
+  for (;;) {
+    size_t victim = self, most = 0;
+    uint64_t b = 0;
+    for (size_t w = 0; w < ranges_.size(); ++w) {
+      uint64_t r = ranges_[w].bounds.load();
+      size_t left = (r >> 32) < (r & 0xffffffff) ? (r & 0xffffffff) - (r >> 32) : 0;
+      if (w != self && left > most) victim = w, most = left, b = r;
+    }
+    if (most == 0) return false;
+    uint64_t end = b & 0xffffffff, split = end - (most + 1) / 2;
+    if (ranges_[victim].bounds.compare_exchange_strong(b, (b >> 32) << 32 | split)) {
+      ranges_[self].bounds.store(split << 32 | end);
+      return true;
+    }
+  }
+}
+
+void ThreadPool::record_exception() {
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
+  if (!failed_.exchange(true)) error_ = std::current_exception();
+}
+
+}  // namespace mlx_moe
