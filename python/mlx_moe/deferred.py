@@ -81,14 +81,11 @@ def _delegate(name: str) -> Any:
 
 
 # Python looks operators up on the class, past __getattr__.
-for _name in (
-    *(
-        "__add__ __radd__ __sub__ __rsub__ __truediv__ __rtruediv__ __floordiv__ __rfloordiv__".split()
-    ),
-    *("__mod__ __rmod__ __pow__ __rpow__ __matmul__ __neg__ __abs__ __invert__".split()),
-    *("__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __lshift__".split()),
-    *("__rshift__ __getitem__ __setitem__ __iter__ __repr__ __str__ __format__".split()),
-    *("__bool__ __int__ __float__ __array__ __dlpack__ __dlpack_device__ __hash__".split()),
-):
+_OPERATORS = """
+    add radd sub rsub truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul neg abs invert
+    eq ne lt le gt ge and or xor lshift rshift getitem setitem iter bool int float
+    array dlpack dlpack_device repr str format
+"""
+for _name in [f"__{name}__" for name in _OPERATORS.split()]:
     if hasattr(mx.array, _name):
         setattr(Deferred, _name, _delegate(_name))

@@ -10,13 +10,12 @@ from . import core
 from .custom import CannotEvaluate, eager, evaluate, token_rows
 from .deferred import Deferred
 from .errors import InvalidArgument
-from .stats import Counters
-from .weights import FLOATS, KEYS, Linear, promote, shallow_copy
+from .stats import DETAILS, Counters
+from .weights import FLOATS, PLAIN_KEYS, Linear, UnknownFormat, promote, shallow_copy
 
 PROJECTIONS = {"glu": ("gate_proj", "up_proj", "down_proj"), "mlp": ("fc1", "fc2")}
 LINEARS = frozenset({SwitchLinear, QuantizedSwitchLinear})
 INDEX_DTYPES = frozenset({mx.uint32, mx.int32})
-PLAIN_KEYS = frozenset({*KEYS, "global_scale"})
 
 
 @dataclass
@@ -37,10 +36,6 @@ class Layer:
     linears: frozenset[type] = LINEARS
     swiglus: frozenset[type] = frozenset({SwiGLU})
     top_k: int | None = field(default=None, compare=False)
-
-
-class _UnknownFormat(Exception):
-    """The kernels do not read this weight format."""
 
 
 def replaced_class(base: type) -> type:
@@ -66,21 +61,10 @@ def forward(module: Any, layer: Layer, x: mx.array, indices: mx.array) -> Any:
     layer.counters.called(x.size // x.shape[-1] if x.size else 0)
     layer.top_k = indices.shape[-1]
     if reason := _stock_reason(module, layer, x, indices):
-        layer.counters.fell_back(reason, _DETAILS[reason])
+        layer.counters.fell_back(reason, DETAILS[reason])
         return type(module)._moe_base.__call__(module, x, indices)
     call = Call(module, layer, x, indices)
     return Deferred(call) if layer.deferred and call.fused else call.run()
-
-
-_DETAILS = {
-    "training": "training mode",
-    "adapter": "a projection is not a plain switch linear (adapters are)",
-    "activation": "the activation has parameters",
-    "dtype": "the input is not f32, f16 or bf16, or the indices are not integers",
-    "shape": "the input and the indices differ in their leading dimensions",
-    "tracing": "called while mx.compile or mx.vmap traces",
-    "format": "weight format unknown to the kernels",
-}
 
 
 def _stock_reason(module: Any, layer: Layer, x: mx.array, indices: mx.array) -> str | None:
@@ -137,9 +121,9 @@ class Call:
         try:
             return eager(compute, stock, arrays)
         except CannotEvaluate:
-            self.layer.counters.fell_back("tracing", _DETAILS["tracing"])
+            self.layer.counters.fell_back("tracing", DETAILS["tracing"])
             return stock(*arrays)
-        except _UnknownFormat as error:
+        except UnknownFormat as error:
             self.layer.counters.fell_back("format", str(error))
             try:
                 return stock(*arrays)
@@ -186,12 +170,7 @@ class Call:
         return out if out.shape == shape else out.reshape(shape)
 
     def _matrices(self, groups: list[list[mx.array]]) -> list[core.Matrix]:
-        try:
-            return [
-                linear.matrix(arrays) for linear, arrays in zip(self.linears, groups, strict=True)
-            ]
-        except (InvalidArgument, TypeError) as error:
-            raise _UnknownFormat(str(error)) from error
+        return [linear.matrix(arrays) for linear, arrays in zip(self.linears, groups, strict=True)]
 
     def _chain(self, x: mx.array, ids: mx.array, matrices: list[core.Matrix]) -> mx.array:
         """Any activation: grouped projections with MLX's own arithmetic between them."""

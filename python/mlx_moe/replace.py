@@ -1,6 +1,5 @@
 """Find a model's expert layers, swap their forward, and put it back."""
 
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,7 @@ from . import probe
 from .errors import InvalidArgument, NoMoELayers, UnsupportedLayer
 from .layers import LINEARS, PROJECTIONS, Layer, replaced_class
 from .stats import Counters
-from .weights import describe
+from .weights import describe, own_class
 
 BACKENDS = ("auto", "stock", "cpu")
 OVERFLOWS = ("spill", "prune")
@@ -20,11 +19,44 @@ OVERFLOWS = ("spill", "prune")
 # Files of mlx_lm.models whose block does `(y * scores[..., None]).sum(axis=-2)` on the output
 # and nothing else: these may be given a `Deferred`.
 DEFERRED_FAMILIES = frozenset(
-    """Klear afmoe bailing_hybrid bailing_moe_linear bailing_moe_v3 deepseek deepseek_v2
-    deepseek_v3 deepseek_v32 dots1 ernie4_5_moe exaone_moe glm4_moe glm4_moe_lite granitemoe
-    granitemoehybrid hunyuan jamba kimi_k3 kimi_linear laguna lfm2_moe mellum mimo_v2_flash
-    minimax minimax_m3_vl mistral4 mixtral nemotron_h olmoe phimoe phixtral qwen2_moe qwen3_moe
-    qwen3_next step3p5""".split()
+    {
+        "Klear",
+        "afmoe",
+        "bailing_hybrid",
+        "bailing_moe_linear",
+        "bailing_moe_v3",
+        "deepseek",
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "dots1",
+        "ernie4_5_moe",
+        "exaone_moe",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "granitemoe",
+        "granitemoehybrid",
+        "hunyuan",
+        "jamba",
+        "kimi_k3",
+        "kimi_linear",
+        "laguna",
+        "lfm2_moe",
+        "mellum",
+        "mimo_v2_flash",
+        "minimax",
+        "minimax_m3_vl",
+        "mistral4",
+        "mixtral",
+        "nemotron_h",
+        "olmoe",
+        "phimoe",
+        "phixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+        "qwen3_next",
+        "step3p5",
+    }
 )
 
 
@@ -192,11 +224,6 @@ def find_modules(model: nn.Module, wanted: Any) -> list[tuple[str, Any, Any]]:
 
 def _reading_order(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
-
-
-def own_class(module: Any) -> type:
-    """The module's class without our replacement."""
-    return getattr(type(module), "_moe_base", type(module))
 
 
 def switch_kind(module: Any) -> str | None:

@@ -4,6 +4,17 @@ import logging
 import threading
 from typing import Any
 
+# Why stock code ran.
+DETAILS = {
+    "training": "training mode",
+    "adapter": "a projection is not a plain switch linear (adapters are)",
+    "activation": "the activation has parameters",
+    "dtype": "the input is not f32, f16 or bf16, or the indices are not integers",
+    "shape": "the input and the indices differ in their leading dimensions",
+    "tracing": "called while mx.compile or mx.vmap traces",
+    "format": "weight format unknown to the kernels",
+}
+
 logger = logging.getLogger("mlx_moe")
 
 

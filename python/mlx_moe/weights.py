@@ -5,15 +5,21 @@ from typing import Any
 import mlx.core as mx
 
 from . import core
+from .errors import InvalidArgument
 
 FLOATS = frozenset({mx.float32, mx.float16, mx.bfloat16})
 KEYS = ("weight", "scales", "biases", "bias")
+PLAIN_KEYS = frozenset({*KEYS, "global_scale"})
 
 
 def promote(*dtypes: mx.Dtype) -> mx.Dtype:
     """MLX's common type of f32, f16 and bf16 dtypes."""
     first = dtypes[0]
     return first if all(d == first for d in dtypes) else mx.float32
+
+
+class UnknownFormat(Exception):
+    """The kernels do not read this weight format."""
 
 
 class Linear:
@@ -59,24 +65,18 @@ class Linear:
     def matrix(self, arrays: list[mx.array]) -> core.Matrix:
         """The kernels' handle; `arrays` stand for `self.arrays` and must be evaluated."""
         given = dict(zip(self.names, arrays, strict=True), **self.fixed)
-        weight, bias = given.pop("weight"), given.pop("bias", None)
-        if "scales" not in given:
-            return core.Matrix(weight, bias=bias)
         module = self.module
-        return core.Matrix(
-            weight,
-            given["scales"],
-            given.get("biases"),
-            mode=getattr(module, "mode", "affine"),
-            bits=module.bits,
-            group_size=module.group_size,
-            global_scale=given.get("global_scale"),
-            bias=bias,
-        )
+        if "scales" in given:
+            given["mode"] = getattr(module, "mode", "affine")
+            given["bits"], given["group_size"] = module.bits, module.group_size
+        try:
+            return core.Matrix(**given)
+        except (InvalidArgument, TypeError) as error:
+            raise UnknownFormat(str(error)) from error
 
     def twin(self, arrays: list[mx.array]) -> Any:
         """A shallow copy of the module that holds `arrays` in place of `self.arrays`."""
-        other = shallow_copy(self.module, type(self.module))
+        other = shallow_copy(self.module, own_class(self.module))
         dict.update(other, zip(self.names, arrays, strict=True))
         return other
 
@@ -87,6 +87,11 @@ def shallow_copy(module: Any, cls: type) -> Any:
     other.__dict__.update(module.__dict__)
     dict.update(other, module)
     return other
+
+
+def own_class(module: Any) -> type:
+    """The module's class without our replacement."""
+    return getattr(type(module), "_moe_base", type(module))
 
 
 def describe(module: Any) -> tuple[str, int | None]:
