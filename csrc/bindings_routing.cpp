@@ -63,9 +63,9 @@ Buckets buckets_of(const Array& order, const char* order_name, const Array& offs
 nb::tuple py_bucket(const Array& ids, int64_t num_experts) {
   const uint32_t* values = id_data(ids, "ids");
   const size_t n = ids.size();
-  require(num_experts > 0 && num_experts < INT32_MAX && n <= INT32_MAX,
-          std::to_string(n) + " ids for " + std::to_string(num_experts) +
-              " experts, expected at most 2147483647 ids and 1 to 2147483646 experts");
+  if (num_experts <= 0 || num_experts >= INT32_MAX || n > INT32_MAX)
+    throw Error(std::to_string(n) + " ids for " + std::to_string(num_experts) +
+                " experts, expected at most 2147483647 ids and 1 to 2147483646 experts");
   count_call("bucket");
   NewArray order("int32", n), offsets("int32", num_experts + 1);
   {
