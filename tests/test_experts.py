@@ -1,0 +1,258 @@
+"""The expert kernels against float64, in every weight format and activation type."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_moe import InvalidArgument, core
+
+E, K, FF, D = 5, 384, 96, 160
+
+# name: mode, bits, group
+QUANTISED = {
+    **{f"q{b}g{g}": ("affine", b, g) for b in (2, 3, 4, 5, 6, 8) for g in (32, 64)},
+    "q4g128": ("affine", 4, 128),
+    "mxfp4": ("mxfp4", 4, 32),
+    "mxfp8": ("mxfp8", 8, 32),
+    "nvfp4": ("nvfp4", 4, 16),
+}
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+DENSE = list(DTYPES)
+# relative Frobenius norm of the error of a whole expert (three products)
+TOLERANCE = {"float32": 2e-6, "float16": 4.5e-3, "bfloat16": 4.5e-3}
+
+
+def f64(array):
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def error(got, want):
+    return np.linalg.norm(f64(got) - want) / np.linalg.norm(want)
+
+
+def make(fmt, rows, cols, dtype=mx.float32, experts=E):
+    """A stacked weight in a format, as a core.Matrix and as float64 values."""
+    w = mx.random.normal((experts, rows, cols)) / cols**0.5
+    if fmt in DTYPES:
+        w = w.astype(DTYPES[fmt])
+        mx.eval(w)
+        return core.Matrix(w), f64(w)
+    mode, bits, group = QUANTISED[fmt]
+    q, s, *b = mx.quantize(w.astype(dtype), group, bits, mode=mode)
+    b = b[0] if b else None
+    if mode == "affine":
+        wide = mx.dequantize(q, s.astype(mx.float32), b.astype(mx.float32), group, bits)
+    else:
+        wide = mx.dequantize(q, s, None, group, bits, mode=mode, dtype=mx.float32)
+    mx.eval(q, s, wide) if b is None else mx.eval(q, s, b, wide)
+    return core.Matrix(q, s, b, mode=mode, bits=bits, group_size=group), f64(wide)
+
+
+def route(tokens, k, experts=E):
+    ids = np.stack([np.random.permutation(experts)[:k] for _ in range(tokens)])
+    return mx.array(ids.astype(np.uint32))
+
+
+def rows(tokens, cols, dtype):
+    x = mx.random.normal((tokens, cols)).astype(dtype)
+    mx.eval(x)
+    return x
+
+
+def zeros(shape, dtype):
+    out = mx.zeros(shape, dtype)
+    mx.eval(out)
+    return out
+
+
+def expert(x, ids, gate, up, down):
+    x, ids = f64(x), np.array(ids)
+    y = np.empty((*ids.shape, down.shape[1]))
+    for t, j in np.ndindex(*ids.shape):
+        e = ids[t, j]
+        g = gate[e] @ x[t]
+        y[t, j] = down[e] @ (g / (1 + np.exp(-g)) * (up[e] @ x[t]))
+    return y
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    mx.random.seed(0)
+    np.random.seed(0)
+
+
+@pytest.fixture(params=core.isas())
+def isa(request, monkeypatch):
+    monkeypatch.setenv("MLX_MOE_ISA", request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fmt", [*DENSE, *QUANTISED])
+def test_swiglu(isa, fmt, dtype):
+    dt = DTYPES[dtype]
+    gate, gate64 = make(fmt, FF, K, dt)
+    up, up64 = make(fmt, FF, K, dt)
+    # 96 columns are no whole group of 64 or 128; the down projection takes groups of 32 then.
+    down, down64 = make(fmt.replace("g64", "g32").replace("g128", "g32"), D, FF, dt)
+    for tokens in (1, 2, 5, 40, 100):
+        x, ids = rows(tokens, K, dt), route(tokens, 2)
+        want = expert(x, ids, gate64, up64, down64)
+        y = zeros((tokens, 2, D), dt)
+        core.swiglu(x, ids, gate, up, down, y)
+        assert error(y, want) < TOLERANCE[dtype], tokens
+        scores = mx.random.uniform(shape=(tokens, 2))
+        mx.eval(scores)
+        out = zeros((tokens, D), dt)
+        core.swiglu_combine(x, ids, scores, gate, up, down, out)
+        total = (want * f64(scores)[..., None]).sum(1)
+        assert error(out, total) < TOLERANCE[dtype], tokens
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fmt", ["float32", "bfloat16", "q4g32", "q8g64", "mxfp4"])
+def test_grouped_and_linear(isa, fmt, dtype):
+    dt = DTYPES[dtype]
+    w, w64 = make(fmt, 70, K, dt)
+    bias = mx.random.normal((E, 70)).astype(dt)
+    mx.eval(bias)
+    for tokens in (1, 3, 33):
+        ids = route(tokens, 3)
+        for shape in ((tokens, K), (tokens, 3, K)):
+            x = mx.random.normal(shape).astype(dt)
+            mx.eval(x)
+            y = zeros((tokens, 3, 70), dt)
+            core.grouped(x, ids, w, y)
+            wide = np.broadcast_to(f64(x).reshape(tokens, -1, K), (tokens, 3, K))
+            want = np.einsum("tjnk,tjk->tjn", w64[np.array(ids)], wide)
+            assert error(y, want) < TOLERANCE[dtype]
+    one, one64 = make(fmt, 70, K, dt, experts=1)
+    x, y = rows(20, K, dt), zeros((20, 70), dt)
+    core.linear(x, one, y)
+    assert error(y, f64(x) @ one64[0].T) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bias_is_added(isa, dtype):
+    dt = DTYPES[dtype]
+    w = mx.zeros((E, 8, 32), dt)
+    bias = mx.random.normal((E, 8)).astype(dt)
+    mx.eval(w, bias)
+    ids, y = route(6, 2), zeros((6, 2, 8), dt)
+    core.grouped(rows(6, 32, dt), ids, core.Matrix(w, bias=bias), y)
+    assert mx.array_equal(y, bias[ids])
+
+
+@pytest.mark.parametrize("mode", ["nvfp4"])
+def test_global_scale(isa, mode):
+    w = mx.random.normal((E, 48, 64))
+    top = mx.max(mx.abs(w), axis=(1, 2))
+    parts = [mx.quantize(w[e], 16, 4, mode=mode, global_scale=top[e]) for e in range(E)]
+    q, s = (mx.stack([p[i] for p in parts]) for i in (0, 1))
+    wide = mx.stack(
+        [
+            mx.dequantize(q[e], s[e], None, 16, 4, mode, global_scale=top[e], dtype=mx.float32)
+            for e in range(E)
+        ]
+    )
+    x, ids, y = rows(9, 64, mx.float32), route(9, 2), zeros((9, 2, 48), mx.float32)
+    mx.eval(q, s, top, wide)
+    core.grouped(x, ids, core.Matrix(q, s, mode=mode, global_scale=top), y)
+    want = np.einsum("tjnk,tk->tjn", f64(wide)[np.array(ids)], f64(x))
+    assert error(y, want) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_expert_takes_everything(isa, dtype):
+    dt = DTYPES[dtype]
+    mats = [make("q4g64", FF * 2, K, dt), make("q4g64", FF * 2, K, dt), make("q4g64", D, FF * 2, dt)]
+    x, ids = rows(300, K, dt), mx.full((300, 1), 3, dtype=mx.uint32)
+    y = zeros((300, 1, D), dt)
+    mx.eval(ids)
+    core.swiglu(x, ids, *(m for m, _ in mats), y)
+    assert error(y, expert(x, ids, *(w for _, w in mats))) < TOLERANCE[dtype]
+
+
+def test_no_tokens(isa):
+    gate, _ = make("q4g64", 64, 64)
+    out = np.zeros((0, 64), np.float32)
+    core.swiglu_combine(
+        np.zeros((0, 64), np.float32),
+        np.zeros((0, 2), np.uint32),
+        np.zeros((0, 2), np.float32),
+        gate,
+        gate,
+        gate,
+        out,
+    )
+
+
+def test_nan_stays_in_its_row(isa):
+    gate, _ = make("q4g64", 64, 64, mx.bfloat16)
+    x = np.ones((20, 64), np.float32)
+    x[7, 3] = np.nan
+    xs, ids = mx.array(x).astype(mx.bfloat16), mx.zeros((20, 1), mx.uint32)
+    y = zeros((20, 1, 64), mx.bfloat16)
+    mx.eval(xs, ids)
+    core.swiglu(xs, ids, gate, gate, gate, y)
+    bad = np.isnan(f64(y)).any(axis=(1, 2))
+    assert bad.tolist() == [t == 7 for t in range(20)]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"ids": np.full((4, 2), 5, np.uint32)}, "5"),
+        ({"ids": np.full((4, 2), -1, np.int32)}, "4294967295"),
+        ({"ids": np.zeros((4, 2), np.int64)}, "uint32 or int32"),
+        ({"ids": np.zeros((3, 2), np.uint32)}, "3"),
+        ({"x": np.zeros((4, 63), np.float32)}, "63 columns"),
+        ({"x": np.zeros((4, 64), np.float64)}, "float32, float16 or bfloat16"),
+        ({"x": np.zeros((4, 128), np.float32)[:, ::2]}, "row-contiguous"),
+        ({"out": np.zeros((4, 2, 63), np.float32)}, "out has"),
+    ],
+)
+def test_bad_arguments(change, message):
+    gate, _ = make("q4g64", 64, 64)
+    arguments = {
+        "x": np.zeros((4, 64), np.float32),
+        "ids": np.zeros((4, 2), np.uint32),
+        "out": np.zeros((4, 2, 64), np.float32),
+        **change,
+    }
+    with pytest.raises(InvalidArgument, match=message):
+        core.swiglu(
+            arguments["x"], arguments["ids"], gate, gate, gate, arguments["out"]
+        )
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"bits": 3}, "not 3 bits"),
+        ({"bits": 7}, "not 7 bits"),
+        ({"group_size": 32}, "groups of 32"),
+        ({"mode": "mxfp4"}, "must be uint8"),
+        ({"mode": "q4_0"}, "unknown quantisation mode"),
+        ({"biases": None}, "biases go with mode affine"),
+        ({"scales": np.zeros((2, 8, 2), np.float64)}, "scales"),
+        ({"bias": np.zeros((2, 9), np.float32)}, "bias must be"),
+        ({"global_scale": np.zeros(2, np.float32)}, "nvfp4"),
+    ],
+)
+def test_bad_matrix(kwargs, message):
+    arguments = {
+        "scales": np.ones((2, 8, 2), np.float32),
+        "biases": np.ones((2, 8, 2), np.float32),
+        "bits": 4,
+        "group_size": 64,
+        **kwargs,
+    }
+    with pytest.raises(InvalidArgument, match=message):
+        core.Matrix(np.zeros((2, 8, 16), np.uint32), **arguments)
+
+
+def test_forced_isa(monkeypatch):
+    monkeypatch.setenv("MLX_MOE_ISA", "avx1024")
+    with pytest.raises(InvalidArgument, match="avx1024.*usable"):
+        core.isa()
