@@ -1,6 +1,8 @@
 """Load a model with mlx-lm and replace its layers."""
 
+import inspect
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +58,12 @@ def replace_layers(model: nn.Module, backend: str) -> Replaced:
     replaced = Replaced(model, backend).replace()
     log.info("%s", replaced)
     return replaced
+
+
+def trust_option(load: Callable[..., Any], trusted: bool) -> dict[str, bool]:
+    """`trust_remote_code` where mlx-lm's `load` takes it: before 0.32 it trusts every model."""
+    known = "trust_remote_code" in inspect.signature(load).parameters
+    return {"trust_remote_code": trusted} if known else {}
 
 
 def replace_dense(model: nn.Module, backend: str) -> Replacement | None:

@@ -1,10 +1,11 @@
 """Replace the layers of every model that stock mlx-lm loads."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import mlx.nn as nn
 import mlx_lm.utils
 
 from .loading import Replaced, replace_layers
@@ -22,7 +23,7 @@ def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def replaced_models(backend: str = "auto") -> Iterator[list[Replaced]]:
+def replaced_models(backend: str, loaded: Callable[[Replaced], object]) -> Iterator[None]:
     """While open, each model that mlx-lm loads comes back with its layers replaced.
 
     Every mlx-lm command reaches `load_model` through the globals of `mlx_lm.utils`
@@ -30,18 +31,16 @@ def replaced_models(backend: str = "auto") -> Iterator[list[Replaced]]:
 
     Args:
         backend: "auto", "stock" or "cpu", as for `replace_moe_layers`.
-
-    Yields:
-        The list of models replaced so far, in the order of loading.
+        loaded: is called with each model. A server lets go of a model to load another:
+            do not keep what is passed where that may happen.
     """
     stock = mlx_lm.utils.load_model
-    models: list[Replaced] = []
 
     @functools.wraps(stock)
-    def load_model(*args, **kwargs):
+    def load_model(*args: Any, **kwargs: Any) -> tuple[nn.Module, dict[str, Any]]:
         model, config = stock(*args, **kwargs)
-        models.append(replace_layers(model, backend))
+        loaded(replace_layers(model, backend))
         return model, config
 
     with attribute(mlx_lm.utils, "load_model", load_model):
-        yield models
+        yield

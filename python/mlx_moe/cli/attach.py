@@ -13,6 +13,7 @@ import mlx_lm.utils
 
 from ..attached import KEY
 from ..errors import MoEError
+from ..loading import trust_option
 from .common import add_backend_option, command, missing_model_is_an_error
 
 MODEL_FILE = "mlx_moe_model.py"
@@ -82,7 +83,8 @@ def attach(source: Path, output: Path, backend: str, trust_remote_code: bool) ->
         (scratch / MODEL_FILE).write_text(MODEL_SOURCE)
         (scratch / "config.json").write_text(json.dumps(config, indent=4) + "\n")
         # A check that the layers can be replaced; lazy: no weights are read.
-        mlx_lm.utils.load_model(scratch, lazy=True, trust_remote_code=True)
+        load_model = mlx_lm.utils.load_model
+        load_model(scratch, lazy=True, **trust_option(load_model, True))
 
 
 def read_config(source: Path) -> dict:

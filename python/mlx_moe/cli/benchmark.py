@@ -15,7 +15,7 @@ import numpy as np
 
 from .. import core
 from ..errors import MoEError
-from ..loading import replace_layers
+from ..loading import replace_layers, trust_option
 from .common import add_backend_option, command, missing_model_is_an_error
 from .measure import SIDES, Measurement, Workload, measure
 from .report import table
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
             args.model,
             tokenizer_config={"trust_remote_code": args.trust_remote_code},
             return_config=True,
-            trust_remote_code=args.trust_remote_code,
+            **trust_option(mlx_lm.utils.load, args.trust_remote_code),
         )
     workload = Workload(
         vocabulary=config.get("vocab_size") or config["text_config"]["vocab_size"],

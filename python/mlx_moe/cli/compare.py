@@ -1,8 +1,7 @@
-"""`mlx_moe generate --compare`: the same prompt through the stock layers, timed."""
+"""`mlx_moe generate --compare`: the same text through the stock layers, timed."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 import mlx.core as mx
@@ -27,6 +26,28 @@ class Run:
             yield response
 
 
+class Following:
+    """A sampler that keeps to given tokens, and notes what it would have chosen."""
+
+    def __init__(self, sampler: Callable[[mx.array], mx.array], tokens: Sequence[int]):
+        self.sampler = sampler
+        self.tokens = tokens
+        self.choices: list[mx.array] = []
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        choice = self.sampler(logprobs)
+        mx.async_eval(choice)
+        self.choices.append(choice)
+        position = len(self.choices) - 1
+        if position >= len(self.tokens):  # mlx-lm computes one token ahead
+            return choice
+        return mx.array([self.tokens[position]], dtype=choice.dtype)
+
+    def agreements(self) -> int:
+        pairs = zip(self.choices, self.tokens, strict=False)
+        return sum(choice.item() == token for choice, token in pairs)
+
+
 class Comparison:
     """Stands in for mlx-lm's `stream_generate`, and can repeat its run on stock layers."""
 
@@ -35,46 +56,47 @@ class Comparison:
         self.models = models
         self.replaced = Run()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        self.args, self.kwargs = args, kwargs
+    def __call__(self, *args: Any, sampler: Any, **kwargs: Any) -> Iterator[Any]:
+        self.args, self.kwargs, self.sampler = args, kwargs, sampler
         high, low = mx.random.state[0].tolist()
         self.seed = high << 32 | low  # seeds MLX's generator to where it stands now
         self.warm_up()
         for model in self.models:  # anew, so that the statistics leave out the warm-up
             model.restore()
             model.replace()
-        yield from self.replaced.record(self.stream_generate(*args, **kwargs))
+        yield from self.replaced.record(self.run(sampler))
+
+    def run(self, sampler: Any, **changes: Any) -> Iterator[Any]:
+        mx.random.seed(self.seed)
+        return self.stream_generate(*self.args, sampler=sampler, **{**self.kwargs, **changes})
 
     def warm_up(self) -> None:
-        for _ in self.stream_generate(*self.args, **{**self.kwargs, "max_tokens": WARM_UP_TOKENS}):
+        for _ in self.run(self.sampler, max_tokens=WARM_UP_TOKENS):
             pass
-        mx.random.seed(self.seed)
 
     def against_stock(self) -> str:
-        """Put the stock layers back, repeat the run, and return a table of both."""
+        """Put the stock layers back, follow the same text, and return a table of both runs."""
         for model in self.models:
             model.restore()
         stock = Run()
+        following = Following(self.sampler, self.replaced.tokens)
         try:
             self.warm_up()
-            for _ in stock.record(self.stream_generate(*self.args, **self.kwargs)):
+            for _ in stock.record(self.run(following)):
                 pass
         except (RuntimeError, ValueError) as error:  # MLX on the CPU refuses f16 and bf16 experts
             return f"the stock layers cannot run this model: {error}"
-        return describe(self.replaced, stock)
+        count = len(self.replaced.tokens)
+        return (
+            f"{speeds(self.replaced, stock)}\n"
+            f"given the same text, stock chooses the same token {following.agreements()} "
+            f"of {count} times"
+        )
 
 
-def describe(replaced: Run, stock: Run) -> str:
+def speeds(replaced: Run, stock: Run) -> str:
     rows = []
     for name, speed in (("prompt", "prompt_tps"), ("generation", "generation_tps")):
         ours, theirs = getattr(replaced.response, speed), getattr(stock.response, speed)
         rows.append([name, f"{ours:.1f}", f"{theirs:.1f}", f"{ours / theirs:.2f}x"])
-    header = ("tokens/s", "mlx_moe", "stock", "ratio")
-    return f"{table(header, rows)}\n{difference(replaced.tokens, stock.tokens)}"
-
-
-def difference(ours: Sequence[int], theirs: Sequence[int]) -> str:
-    for position, (a, b) in enumerate(zip_longest(ours, theirs)):
-        if a != b:
-            return f"same text as stock for {position} of {max(len(ours), len(theirs))} tokens"
-    return f"same text as stock: all {len(ours)} tokens"
+    return table(("tokens/s", "replaced", "stock", "ratio"), rows)

@@ -5,6 +5,7 @@ import importlib
 import sys
 from contextlib import ExitStack
 
+from ..loading import Replaced
 from ..patch import attribute, replaced_models
 from . import report
 from .common import (
@@ -29,7 +30,7 @@ def build_parser(stock_parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     ours.add_argument(
         "--compare",
         action="store_true",
-        help="Run the stock layers on the same prompt too, and print both speeds to stderr",
+        help="Run the same text through the stock layers too, and print both speeds to stderr",
     )
     return stock_parser
 
@@ -41,19 +42,19 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     parser = build_parser(stock.setup_arg_parser())
     args = parser.parse_args(arguments)
-    if args.compare and args.prompt_cache_file:
-        parser.error("--compare runs the prompt twice, which --prompt-cache-file does not allow")
+    if args.compare and (args.prompt_cache_file or args.draft_model):
+        parser.error("--compare does not go with --prompt-cache-file or --draft-model")
 
     with ExitStack() as stack:
         stack.enter_context(missing_model_is_an_error(args.model or stock.DEFAULT_MODEL))
-        models = stack.enter_context(replaced_models(args.backend))
+        models: list[Replaced] = []
+        stack.enter_context(replaced_models(args.backend, models.append))
         stack.enter_context(attribute(stock, "setup_arg_parser", lambda: parser))
         comparison = Comparison(stock.stream_generate, models)
         if args.compare:
             stack.enter_context(attribute(stock, "stream_generate", comparison))
         code = call_stock("mlx_moe.generate", stock.main, arguments)
-        report.write(models, args.stats)
+        report.write([record for model in models for record in report.records(model)], args.stats)
         if args.compare:
-            sys.stdout.flush()
             print(comparison.against_stock(), file=sys.stderr)
     return code

@@ -3,61 +3,74 @@
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..loading import Replaced
-from ..replace import Replacement
 
-HEADER = ("layers", "family", "experts", "top-k", "weights", "backend", "tokens", "kernel", "stock")
+FACTS = ("family", "experts", "top-k", "weights", "backend")
+COUNTS = ("tokens", "kernel calls", "stock calls")
 
 
-def write(models: Sequence[Replaced], form: str) -> None:
-    """Print what ran in `models` to stderr; `form` is the value of --stats."""
-    if form == "none" or not models:
+@dataclass(frozen=True)
+class Record:
+    """One replaced layer and its counters; keeps no weights alive."""
+
+    name: str
+    facts: tuple[str, ...]  # as FACTS
+    counters: Any  # None for a layer that was left to stock code
+
+    def counts(self) -> tuple[int, int, int]:
+        """As COUNTS."""
+        if self.counters is None:
+            return 0, 0, 0
+        stats = self.counters.as_dict()
+        return stats["tokens"], stats["kernel_calls"], sum(stats["fallbacks"].values())
+
+    def as_dict(self) -> dict[str, Any]:
+        stats = {} if self.counters is None else self.counters.as_dict()
+        return {"name": self.name, **dict(zip(FACTS, self.facts, strict=True)), **stats}
+
+
+def records(replaced: Replaced) -> list[Record]:
+    parts = [part for part in (replaced.moe, replaced.dense) if part is not None]
+    return [record(layer) for part in parts for layer in part.layers]
+
+
+def record(layer: Any) -> Record:
+    weights = layer.dtype if layer.bits is None else f"{layer.bits}-bit {layer.dtype}"
+    facts = (layer.family, layer.experts, layer.top_k, weights, layer.backend)
+    cells = tuple("-" if fact is None else str(fact) for fact in facts)
+    return Record(layer.name, cells, None if layer._layer is None else layer._layer.counters)
+
+
+def write(ran: Sequence[Record], form: str) -> None:
+    """Print what ran to stderr; `form` is the value of --stats."""
+    if form == "none" or not ran:
         return
     if form == "json":
-        text = json.dumps([as_dict(model) for model in models], indent=1)
+        text = json.dumps([record.as_dict() for record in ran], indent=1)
     elif form == "layers":
-        text = "\n".join(str(part) for model in models for part in parts(model))
+        rows = [[record.name, *record.facts, *map(str, record.counts())] for record in ran]
+        text = table(["layer", *FACTS, *COUNTS], rows)
     else:
-        text = table(HEADER, [row for model in models for row in summary(model)])
+        text = table(["layers", *FACTS, *COUNTS], summary(ran))
+    sys.stdout.flush()
     print(text, file=sys.stderr)
 
 
-def parts(model: Replaced) -> list[Replacement]:
-    return [part for part in (model.moe, model.dense) if part is not None]
-
-
-def as_dict(model: Replaced) -> dict[str, Any]:
-    """The statistics of each replaced layer, by kind and name."""
-    kinds = {"moe": model.moe, "dense": model.dense}
-    return {kind: part.stats() if part is not None else {} for kind, part in kinds.items()}
-
-
-def summary(model: Replaced) -> list[list[str]]:
-    """One row for each group of layers that differ in name only."""
-    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for part in parts(model):
-        stats = part.stats()
-        for layer in part.layers:
-            groups.setdefault(describe(layer), []).append(stats[layer.name])
-    return [[str(len(ran)), *key, *totals(ran)] for key, ran in groups.items()]
-
-
-def describe(layer: Any) -> tuple[str, ...]:
-    weights = f"{layer.bits}-bit" if layer.bits else str(layer.dtype)
-    return (layer.family, str(layer.experts), str(layer.top_k), weights, layer.backend)
-
-
-def totals(ran: Iterable[dict[str, Any]]) -> list[str]:
-    """Tokens through the layers, kernel calls, and calls that fell back to stock code."""
-    ran = list(ran)
-    fallbacks = sum(sum(stats["fallbacks"].values()) for stats in ran)
-    return [
-        str(max(stats["tokens"] for stats in ran)),
-        str(sum(stats["kernel_calls"] for stats in ran)),
-        str(fallbacks),
-    ]
+def summary(ran: Iterable[Record]) -> list[list[str]]:
+    """One row for all layers with the same facts: how many, then the tokens that each one saw
+    (the most, where they differ) and the calls of all."""
+    groups: dict[tuple[str, ...], list[tuple[int, int, int]]] = {}
+    for record in ran:
+        groups.setdefault(record.facts, []).append(record.counts())
+    rows = []
+    for facts, counts in groups.items():
+        tokens, kernel_calls, stock_calls = zip(*counts, strict=True)
+        totals = max(tokens), sum(kernel_calls), sum(stock_calls)
+        rows.append([str(len(counts)), *facts, *map(str, totals)])
+    return rows
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -3,6 +3,7 @@
 import argparse
 
 from ..errors import MoEError
+from ..patch import replaced_models
 from . import report
 from .common import add_backend_option, add_stats_option, call_stock, command, stock_commands
 
@@ -35,10 +36,9 @@ def main(argv: list[str] | None = None) -> int:
     except ImportError as error:
         raise MoEError(f"{args.stock} does not start: {error}. Install what it needs.") from error
 
-    from ..patch import replaced_models
-
-    with replaced_models(args.backend) as models:
+    ran: list[report.Record] = []
+    with replaced_models(args.backend, lambda model: ran.extend(report.records(model))):
         try:
             return call_stock(args.stock, stock_main, args.arguments)
         finally:
-            report.write(models, args.stats)
+            report.write(ran, args.stats)
