@@ -17,9 +17,14 @@ QUANTISED = {
     "nvfp4": ("nvfp4", 4, 16),
 }
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-DENSE = list(DTYPES)
-# relative Frobenius norm of the error of a whole expert (three products)
+# Relative Frobenius norm of the error of a whole expert (three products); bfloat16 tiles also
+# round the values of quantised weights.
 TOLERANCE = {"float32": 2e-6, "float16": 4.5e-3, "bfloat16": 4.5e-3}
+QUANTISED_TOLERANCE = {"float32": 2e-6, "float16": 5.5e-3, "bfloat16": 5.5e-3}
+
+
+def tolerance(fmt, dtype):
+    return (TOLERANCE if fmt in DTYPES else QUANTISED_TOLERANCE)[dtype]
 
 
 def f64(array):
@@ -88,7 +93,7 @@ def isa(request, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("fmt", [*DENSE, *QUANTISED])
+@pytest.mark.parametrize("fmt", [*DTYPES, *QUANTISED])
 def test_swiglu(isa, fmt, dtype):
     dt = DTYPES[dtype]
     gate, gate64 = make(fmt, FF, K, dt)
@@ -100,13 +105,13 @@ def test_swiglu(isa, fmt, dtype):
         want = expert(x, ids, gate64, up64, down64)
         y = zeros((tokens, 2, D), dt)
         core.swiglu(x, ids, gate, up, down, y)
-        assert error(y, want) < TOLERANCE[dtype], tokens
+        assert error(y, want) < tolerance(fmt, dtype), tokens
         scores = mx.random.uniform(shape=(tokens, 2))
         mx.eval(scores)
         out = zeros((tokens, D), dt)
         core.swiglu_combine(x, ids, scores, gate, up, down, out)
         total = (want * f64(scores)[..., None]).sum(1)
-        assert error(out, total) < TOLERANCE[dtype], tokens
+        assert error(out, total) < tolerance(fmt, dtype), tokens
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -125,11 +130,11 @@ def test_grouped_and_linear(isa, fmt, dtype):
             core.grouped(x, ids, w, y)
             wide = np.broadcast_to(f64(x).reshape(tokens, -1, K), (tokens, 3, K))
             want = np.einsum("tjnk,tjk->tjn", w64[np.array(ids)], wide)
-            assert error(y, want) < TOLERANCE[dtype]
+            assert error(y, want) < tolerance(fmt, dtype)
     one, one64 = make(fmt, 70, K, dt, experts=1)
     x, y = rows(20, K, dt), zeros((20, 70), dt)
     core.linear(x, one, y)
-    assert error(y, f64(x) @ one64[0].T) < TOLERANCE[dtype]
+    assert error(y, f64(x) @ one64[0].T) < tolerance(fmt, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -170,7 +175,7 @@ def test_one_expert_takes_everything(isa, dtype):
     y = zeros((300, 1, D), dt)
     mx.eval(ids)
     core.swiglu(x, ids, *(m for m, _ in mats), y)
-    assert error(y, expert(x, ids, *(w for _, w in mats))) < TOLERANCE[dtype]
+    assert error(y, expert(x, ids, *(w for _, w in mats))) < tolerance("q4g64", dtype)
 
 
 def test_no_tokens(isa):
@@ -203,7 +208,7 @@ def test_nan_stays_in_its_row(isa):
     "change, message",
     [
         ({"ids": np.full((4, 2), 5, np.uint32)}, "5"),
-        ({"ids": np.full((4, 2), -1, np.int32)}, "4294967295"),
+        ({"ids": np.full((4, 2), -1, np.int32)}, "-1"),
         ({"ids": np.zeros((4, 2), np.int64)}, "uint32 or int32"),
         ({"ids": np.zeros((3, 2), np.uint32)}, "3"),
         ({"x": np.zeros((4, 63), np.float32)}, "63 columns"),

@@ -122,7 +122,7 @@ void check_swiglu(const Input& x, const Routing& r, const Matrix& gate, const Ma
 // Output of y are numbered from the first token of the routing.
 void run_swiglu(const Input& x, const Routing& r, const Matrix& gate, const Matrix& up,
                 const Matrix& down, const Output& y) {
-  const Kernel& kernel = kernel_for(chosen_isa(), x.type);
+  const Kernel& kernel = kernel_for(chosen_isa(), x.type, gate);
   Buckets b(r, gate.experts);
   for_waves(kernel, b.order, b.offsets, gate.cols, gate.rows, [&](auto& units, size_t bytes) {
     pack_panels(kernel, units, x, int32_t(r.k), bytes);
@@ -187,7 +187,7 @@ void grouped(const Input& x, const Routing& r, const Matrix& w, const Output& y)
           "x has " + std::to_string(x.rows) + " rows, expected one a token (" +
               std::to_string(r.tokens) + ") or one an assignment (" + std::to_string(n) + ")");
   check_rows(y, n, w.rows);
-  const Kernel& kernel = kernel_for(chosen_isa(), x.type);
+  const Kernel& kernel = kernel_for(chosen_isa(), x.type, w);
   int32_t divide = x.rows == n ? 1 : int32_t(r.k);
   Buckets b(r, w.experts);
   for_waves(kernel, b.order, b.offsets, w.cols, 0, [&](auto& units, size_t bytes) {
@@ -202,7 +202,7 @@ void linear(const Input& x, const Matrix& w, const Output& y) {
   check_activations(x, w, "linear");
   require(w.experts == 1, "linear takes one matrix, got " + std::to_string(w.experts));
   check_rows(y, x.rows, w.rows);
-  const Kernel& kernel = kernel_for(chosen_isa(), x.type);
+  const Kernel& kernel = kernel_for(chosen_isa(), x.type, w);
   std::vector<int32_t> order(x.rows), offsets{0, int32_t(x.rows)};
   for (size_t i = 0; i < x.rows; ++i) order[i] = int32_t(i);
   for_waves(kernel, order, offsets, w.cols, 0, [&](auto& units, size_t bytes) {

@@ -2,16 +2,20 @@
 
 namespace mlx_moe {
 
-const Kernel& kernel_for(const std::string& isa, Scalar activations) {
+const Kernel& kernel_for(const std::string& isa, Scalar activations, const Matrix& w) {
 #if defined(__x86_64__)
-  // Tiles multiply bf16: exact enough for half precision, not for float32.
-  if (isa == "amx" && activations != Scalar::f32 && amx_kernel.name) return amx_kernel;
+  // Tiles multiply bfloat16: too coarse for float32, and for finer dense weights.
+  bool tiles = w.mode == Mode::dense
+                   ? activations == Scalar::bf16 && w.type == Scalar::bf16
+                   : activations != Scalar::f32;
+  if (isa == "amx" && tiles) return amx_kernel;
   if (isa == "amx" || isa == "avx512") return avx512_kernel;
   if (isa == "avx2") return avx2_kernel;
 #elif defined(__aarch64__)
   if (isa == "neon") return neon_kernel;
 #endif
   (void)activations;
+  (void)w;
   return scalar_kernel;
 }
 

@@ -40,8 +40,8 @@ struct Kernel {
                   size_t tokens, const Scatter& out);
 };
 
-// The kernel that computes activations of this type; `isa` as in usable_isas().
-const Kernel& kernel_for(const std::string& isa, Scalar activations);
+// The kernel that multiplies w with activations of this type; `isa` as in usable_isas().
+const Kernel& kernel_for(const std::string& isa, Scalar activations, const Matrix& w);
 
 extern const Kernel scalar_kernel, avx2_kernel, avx512_kernel, amx_kernel, neon_kernel;
 

@@ -1,0 +1,95 @@
+#pragma once
+
+// AMX tiles and the layouts around them. Included by kernel_amx.cpp only.
+//
+// Tiles compute C^T = W X^T: A holds 16 weight rows x 32 columns as they lie in memory, B 32
+// columns x 16 tokens with columns in pairs, C 16 weight rows x 16 tokens in float32.
+
+#include <immintrin.h>
+
+#include "experts/bf16_unpack.h"
+
+namespace mlx_moe {
+
+namespace {
+
+constexpr size_t kTile = 512;  // bfloat16 values in a tile of A or B
+
+// Eight full tiles: 0-3 C, 4-5 A, 6-7 B. The state is the thread's: set for a block, then released
+// so that the kernel need not save 8 KiB at each context switch.
+class TileConfig {
+ public:
+  TileConfig() {
+    alignas(64) struct {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } config;
+    _tile_loadconfig(&config);
+  }
+  ~TileConfig() { _tile_release(); }
+};
+
+inline void zero_sums() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
+// C += A B over `blocks` blocks of 32 columns: two row tiles against one or two token tiles,
+// which lie `stride` values apart.
+template <int token_tiles>
+inline void multiply(const uint16_t* a, const uint16_t* b, size_t stride, size_t blocks) {
+  for (size_t i = 0; i < blocks; ++i, a += 2 * kTile, b += kTile) {
+    _tile_loadd(4, a, 64);
+    _tile_loadd(6, b, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, a + kTile, 64);
+    _tile_dpbf16ps(2, 5, 6);
+    if constexpr (token_tiles == 2) {
+      _tile_loadd(7, b + stride, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+}
+
+// sums [2 row tiles][2 token tiles][16 rows][16 tokens]
+inline void store_sums(float* sums) {
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + 256, 64);
+  _tile_stored(2, sums + 512, 64);
+  _tile_stored(3, sums + 768, 64);
+}
+
+// 16 x 16 dwords
+inline void transpose(__m512i r[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+}
+
+}  // namespace
+
+}  // namespace mlx_moe
