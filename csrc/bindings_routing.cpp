@@ -29,8 +29,8 @@ struct NewArray {
 template <class T>
 const T* values_of(const Array& a, std::initializer_list<int64_t> shape, const char* what) {
   require_shape(a, shape.size(), what);
-  require(a.dtype() == nb::dtype<T>(), std::string(what) + " must be " +
-                                           (std::is_same_v<T, float> ? "float32" : "int32"));
+  require(a.dtype() == nb::dtype<T>(),
+          std::string(what) + " must be " + (std::is_same_v<T, float> ? "float32" : "int32"));
   std::string expected;
   bool same = true;
   for (size_t i = 0; i < shape.size(); ++i) {
@@ -151,14 +151,16 @@ constexpr const char* kCapacityDoc =
     "importance: float32 [n] by assignment number. overflow 'spill' keeps the first of a bucket,\n"
     "'prune' the most important, ties to the earlier token (NPUMoE, arXiv 2604.18788).\n"
     "Returns (kept int32 [m], kept_offsets int32 [E + 1], overflowed int32 [n - m]), each in the\n"
-    "order of the buckets. Raises InvalidArgument on a negative capacity, sizes that do not agree,\n"
+    "order of the buckets. Raises InvalidArgument on a negative capacity, sizes that do not "
+    "agree,\n"
     "and, when pruning, without importance or on a NaN in it.";
 
 constexpr const char* kPackDoc =
     "Gather token rows into the static tiles of a group of experts.\n\n"
     "x: [T, d] float32, float16 or bfloat16; kept, kept_offsets: from capacity (or bucket);\n"
     "experts: int32 [G], distinct; capacity C: slots an expert; k: assignments a token.\n"
-    "Returns (tiles [G, C, d], slots int32 [G, C]): slots holds the assignment of each slot, or -1\n"
+    "Returns (tiles [G, C, d], slots int32 [G, C]): slots holds the assignment of each slot, or "
+    "-1\n"
     "for an empty one, whose row is zero. Values beyond the range of float16 become infinite.\n"
     "dtype 'bfloat16' gives the bits as uint16: mx.array(tiles).view(mx.bfloat16).\n"
     "Raises InvalidArgument on a load above C, an expert or assignment out of range.";

@@ -24,8 +24,7 @@ void check_importance(const Buckets& b, const float* importance) {
       throw Error("order[" + std::to_string(i) + "] is " + std::to_string(b.order[i]) +
                   ", expected an assignment from 0 to " + std::to_string(b.n - 1));
   for (size_t i = 0; i < b.n; ++i)
-    if (importance[i] != importance[i])
-      throw Error("importance[" + std::to_string(i) + "] is NaN");
+    if (importance[i] != importance[i]) throw Error("importance[" + std::to_string(i) + "] is NaN");
 }
 
 }  // namespace
@@ -42,8 +41,8 @@ size_t count_kept(const Buckets& b, const int32_t* capacities, int32_t* kept_off
   kept_offsets[0] = 0;
   for (size_t e = 0; e < b.experts; ++e) {
     if (capacities[e] < 0)
-      throw Error("capacities[" + std::to_string(e) + "] is " +
-                  std::to_string(capacities[e]) + ", expected 0 or more");
+      throw Error("capacities[" + std::to_string(e) + "] is " + std::to_string(capacities[e]) +
+                  ", expected 0 or more");
     kept_offsets[e + 1] =
         kept_offsets[e] + std::min(capacities[e], b.offsets[e + 1] - b.offsets[e]);
   }

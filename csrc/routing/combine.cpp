@@ -20,8 +20,8 @@ std::vector<int32_t> row_of_assignments(const int32_t* assignments, size_t n, si
       throw Error("assignments[" + std::to_string(i) + "] is " + std::to_string(a) +
                   ", expected -1 or an assignment below " + std::to_string(total));
     if (row[a] >= 0)
-      throw Error("assignment " + std::to_string(a) + " is in rows " +
-                  std::to_string(row[a]) + " and " + std::to_string(i) + ", expected once");
+      throw Error("assignment " + std::to_string(a) + " is in rows " + std::to_string(row[a]) +
+                  " and " + std::to_string(i) + ", expected once");
     row[a] = int32_t(i);
   }
   return row;
@@ -36,9 +36,12 @@ using AddScaled = void (*)(const void* row, float score, size_t width, float* ou
 
 AddScaled adder(Scalar type) {
   switch (type) {
-    case Scalar::f16: return add_scaled<Scalar::f16>;
-    case Scalar::bf16: return add_scaled<Scalar::bf16>;
-    default: return add_scaled<Scalar::f32>;
+    case Scalar::f16:
+      return add_scaled<Scalar::f16>;
+    case Scalar::bf16:
+      return add_scaled<Scalar::bf16>;
+    default:
+      return add_scaled<Scalar::f32>;
   }
 }
 

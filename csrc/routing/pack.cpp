@@ -24,17 +24,23 @@ void convert_row(const void* from, void* to, size_t width) {
 template <Scalar From>
 ConvertRow converter_to(Scalar to) {
   switch (to) {
-    case Scalar::f16: return convert_row<From, Scalar::f16>;
-    case Scalar::bf16: return convert_row<From, Scalar::bf16>;
-    default: return convert_row<From, Scalar::f32>;
+    case Scalar::f16:
+      return convert_row<From, Scalar::f16>;
+    case Scalar::bf16:
+      return convert_row<From, Scalar::bf16>;
+    default:
+      return convert_row<From, Scalar::f32>;
   }
 }
 
 ConvertRow converter(Scalar from, Scalar to) {
   switch (from) {
-    case Scalar::f16: return converter_to<Scalar::f16>(to);
-    case Scalar::bf16: return converter_to<Scalar::bf16>(to);
-    default: return converter_to<Scalar::f32>(to);
+    case Scalar::f16:
+      return converter_to<Scalar::f16>(to);
+    case Scalar::bf16:
+      return converter_to<Scalar::bf16>(to);
+    default:
+      return converter_to<Scalar::f32>(to);
   }
 }
 

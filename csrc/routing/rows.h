@@ -37,16 +37,22 @@ inline uint16_t narrow_bf16(float f) {
 
 template <Scalar T>
 float widen(const void* row, size_t i) {
-  if constexpr (T == Scalar::f32) return static_cast<const float*>(row)[i];
-  else if constexpr (T == Scalar::f16) return widen_f16(static_cast<const uint16_t*>(row)[i]);
-  else return bf16_to_f32(static_cast<const uint16_t*>(row)[i]);
+  if constexpr (T == Scalar::f32)
+    return static_cast<const float*>(row)[i];
+  else if constexpr (T == Scalar::f16)
+    return widen_f16(static_cast<const uint16_t*>(row)[i]);
+  else
+    return bf16_to_f32(static_cast<const uint16_t*>(row)[i]);
 }
 
 template <Scalar T>
 void narrow(void* row, size_t i, float v) {
-  if constexpr (T == Scalar::f32) static_cast<float*>(row)[i] = v;
-  else if constexpr (T == Scalar::f16) static_cast<uint16_t*>(row)[i] = narrow_f16(v);
-  else static_cast<uint16_t*>(row)[i] = narrow_bf16(v);
+  if constexpr (T == Scalar::f32)
+    static_cast<float*>(row)[i] = v;
+  else if constexpr (T == Scalar::f16)
+    static_cast<uint16_t*>(row)[i] = narrow_f16(v);
+  else
+    static_cast<uint16_t*>(row)[i] = narrow_bf16(v);
 }
 
 }  // namespace mlx_moe

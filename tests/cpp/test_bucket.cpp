@@ -29,7 +29,8 @@ Sorted reference(const std::vector<uint32_t>& ids, size_t experts) {
   std::stable_sort(s.order.begin(), s.order.end(),
                    [&](int32_t a, int32_t b) { return ids[a] < ids[b]; });
   for (size_t e = 0; e <= experts; ++e)
-    s.offsets[e] = int32_t(std::count_if(ids.begin(), ids.end(), [&](uint32_t i) { return i < e; }));
+    s.offsets[e] =
+        int32_t(std::count_if(ids.begin(), ids.end(), [&](uint32_t i) { return i < e; }));
   return s;
 }
 
@@ -53,14 +54,15 @@ TEST_CASE("bucket finds an id out of range wherever it stands") {
   for (size_t experts : {1, 60, 64, 128})
     for (size_t n : {1, 7, 8, 700})
       for (size_t at : {size_t(0), n / 2, n - 1})
-        for (uint32_t bad : {uint32_t(experts), 127u + uint32_t(experts), 0x80000000u, 0xffffffffu}) {
+        for (uint32_t bad :
+             {uint32_t(experts), 127u + uint32_t(experts), 0x80000000u, 0xffffffffu}) {
           CAPTURE(experts);
           CAPTURE(n);
           std::vector<uint32_t> ids(n, uint32_t(experts - 1));
           ids[at] = bad;
-          const std::string message = "ids[" + std::to_string(at) + "] is " +
-                                      std::to_string(int32_t(bad)) + ", expected an expert from 0 to " +
-                                      std::to_string(experts - 1);
+          const std::string message =
+              "ids[" + std::to_string(at) + "] is " + std::to_string(int32_t(bad)) +
+              ", expected an expert from 0 to " + std::to_string(experts - 1);
           CHECK_THROWS_WITH_AS(run(ids, experts), message.c_str(), Error);
         }
 }

@@ -65,8 +65,8 @@ TEST_CASE("combine refuses a double or unknown assignment and leaves the output 
   Floats out{7, 7};
   const Floats rows{1, 2}, scores{1, 1};
   for (const Ints& bad : {Ints{0, 0}, Ints{0, 2}, Ints{0, -2}}) {
-    CHECK_THROWS_AS(combine({Scalar::f32, rows.data(), 2, 1}, bad.data(), scores.data(), 2, 1, false,
-                            out.data()),
+    CHECK_THROWS_AS(combine({Scalar::f32, rows.data(), 2, 1}, bad.data(), scores.data(), 2, 1,
+                            false, out.data()),
                     Error);
     CHECK(out == Floats{7, 7});
   }

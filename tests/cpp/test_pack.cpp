@@ -14,7 +14,8 @@ using Ints = std::vector<int32_t>;
 // Four tokens of three values, token t holds t + 0.25 * column.
 std::vector<char> tokens(Scalar type) {
   std::vector<char> x(12 * size_of(type));
-  for (size_t i = 0; i < 12; ++i) store_scalar(type, x.data(), i, float(i / 3) + 0.25f * float(i % 3));
+  for (size_t i = 0; i < 12; ++i)
+    store_scalar(type, x.data(), i, float(i / 3) + 0.25f * float(i % 3));
   return x;
 }
 
