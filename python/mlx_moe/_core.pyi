@@ -1,0 +1,70 @@
+"""Types of the C++ core, whose docstrings are in csrc/bindings*.cpp; tests/test_stub.py compares."""
+
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+class Buffer(Protocol):
+    """An evaluated, row-contiguous array on the CPU: mx.array, numpy and others with DLPack."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+class Matrix:
+    def __init__(
+        self,
+        weight: Buffer,
+        scales: Buffer | None = None,
+        biases: Buffer | None = None,
+        *,
+        mode: str = "affine",
+        bits: int = 0,
+        group_size: int = 0,
+        global_scale: Buffer | None = None,
+        bias: Buffer | None = None,
+    ) -> None: ...
+    @property
+    def experts(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def cols(self) -> int: ...
+    @property
+    def mode(self) -> str: ...
+    @property
+    def bits(self) -> int: ...
+    @property
+    def group_size(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+def isa() -> str: ...
+def isas() -> list[str]: ...
+def num_threads() -> int: ...
+def calls() -> dict[str, int]: ...
+def swiglu(x: Buffer, ids: Buffer, gate: Matrix, up: Matrix, down: Matrix, out: Buffer) -> None: ...
+def swiglu_combine(
+    x: Buffer, ids: Buffer, scores: Buffer, gate: Matrix, up: Matrix, down: Matrix, out: Buffer
+) -> None: ...
+def grouped(x: Buffer, ids: Buffer, matrix: Matrix, out: Buffer) -> None: ...
+def linear(x: Buffer, matrix: Matrix, out: Buffer) -> None: ...
+def bucket(ids: Buffer, num_experts: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]: ...
+def capacity(
+    order: Buffer,
+    offsets: Buffer,
+    capacities: Buffer,
+    importance: Buffer | None = None,
+    overflow: Literal["spill", "prune"] = "spill",
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]: ...
+def pack(
+    x: Buffer,
+    kept: Buffer,
+    kept_offsets: Buffer,
+    experts: Buffer,
+    capacity: int,
+    k: int,
+    dtype: Literal["float16", "bfloat16", "float32"] = "float16",
+) -> tuple[NDArray[Any], NDArray[np.int32]]: ...
+def combine(
+    rows: Buffer, assignments: Buffer, scores: Buffer, out: Buffer, accumulate: bool = False
+) -> None: ...
