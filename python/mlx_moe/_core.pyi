@@ -1,4 +1,4 @@
-"""Types of the C++ core, whose docstrings are in csrc/bindings*.cpp; tests/test_stub.py compares."""
+"""Types of the C++ core (docstrings: csrc/bindings*.cpp); tests/test_stub.py compares the two."""
 
 from typing import Any, Literal, Protocol
 
