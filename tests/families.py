@@ -70,6 +70,10 @@ class Family:
     model whose every MoE layer runs. path: "fused" where the block takes `(y * scores).sum`, else
     "plain". activation: what stands between the matrices. top_k: experts per token. native: how
     published checkpoints hold the experts where that is not dense (an `nn.quantize` setting).
+    batches: False where mlx-lm itself refuses to batch requests, its cache type cannot. packed:
+    a matrix outside the experts that MLX on a CPU cannot multiply in half precision, so that half
+    models hold it in mxfp8, as the published checkpoints do. rounding: how much more than others
+    a block rounds behind its experts in half precision.
     """
 
     name: str
@@ -79,6 +83,9 @@ class Family:
     activation: str = "swiglu"
     top_k: int = 2
     native: dict[str, Any] | None = None
+    batches: bool = True
+    packed: str | None = None
+    rounding: float = 1.0
     seed: int = 0
     config: dict[str, Any] = field(default_factory=dict)
 
@@ -111,24 +118,31 @@ FAMILIES: tuple[Family, ...] = (
     _swiglu("deepseek_v2"),
     _swiglu("deepseek_v3"),
     _swiglu("deepseek_v32"),
-    _grouped("deepseek_v41", "clamped swiglu in f32", path="plain", native=MXFP4),
+    _grouped(
+        "deepseek_v41",
+        "clamped swiglu in f32",
+        path="plain",
+        native=MXFP4,
+        batches=False,
+        packed="o_a_proj",
+    ),
     _swiglu("dots1"),
     _swiglu("ernie4_5_moe"),
     _swiglu("exaone_moe"),
-    _grouped("gemma4_text", "geglu"),
+    _grouped("gemma4_text", "geglu", path="plain"),
     _swiglu("glm4_moe"),
     _swiglu("glm4_moe_lite"),
-    _grouped("gpt_oss", "swiglu oai", native=MXFP4),
+    _grouped("gpt_oss", "swiglu oai", path="plain", native=MXFP4),
     _swiglu("granitemoe"),
     _swiglu("granitemoehybrid"),
     _swiglu("hunyuan"),
     _swiglu("jamba"),
-    _grouped("kimi_k3", "situ", native=MXFP4),
+    _grouped("kimi_k3", "situ", native=MXFP4, rounding=1.7),  # then a norm and a projection
     _swiglu("kimi_linear"),
     _swiglu("laguna"),
     _swiglu("lfm2_moe"),
-    _swiglu("llama4", path="plain", top_k=1),  # scores scale x, not y
-    _swiglu("longcat_flash"),
+    _swiglu("llama4", path="plain", top_k=1, batches=False),  # scores scale x, not y
+    _swiglu("longcat_flash", path="plain"),  # gives y * scores to mx.sum
     _swiglu("mellum"),
     _swiglu("mimo_v2_flash"),
     _swiglu("minimax"),
@@ -171,6 +185,8 @@ def build(family: Family, dtype: mx.Dtype = mx.float32) -> nn.Module:
         for name, p in tree_flatten(model.parameters())
     ]
     model.update(tree_unflatten(cast))
+    if family.packed is not None and dtype != mx.float32:
+        nn.quantize(model, **MXFP8, class_predicate=lambda path, _: path.endswith(family.packed))
     model.eval()
     mx.eval(model.parameters())
     return model
