@@ -3,8 +3,6 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-MODEL  := examples/tiny-qwen3-moe
-PROMPT := And it came to pass in those days, that
 
 # A caller's module path or user site must not stand in for what is installed here.
 unexport PYTHONPATH PYTHONHOME
@@ -26,8 +24,8 @@ help:
 	@echo "make bench             run the benchmarks, against other engines where they install"
 
 demo: $(VENV)/.installed
-	$(BIN)/mlx_moe generate --model $(MODEL) --prompt "$(PROMPT)" \
-	  --max-tokens 80 --temp 0.6 --top-p 0.9 --seed 3 --compare
+	$(BIN)/mlx_moe generate --model examples/tiny-qwen3-moe --prompt - --max-tokens 80 \
+	  --temp 0.6 --top-p 0.9 --seed 3 --compare < examples/prompt.txt
 
 test: $(VENV)/.installed
 	@if echo '#include <doctest/doctest.h>' | $(or $(CXX),c++) -x c++ -E - >/dev/null 2>&1; then \
