@@ -57,9 +57,15 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(if $(CPP),$(BIN)/clang-format -i $(CPP))
 
+BENCHMARKS := bucket overhead precision memory layer model
+
 # A forced OpenBLAS core type would slow the numpy that we compare with.
 bench: $(VENV)/.installed $(VENV)/.bench
-	env -u OPENBLAS_CORETYPE -u OPENBLAS_L2_SIZE $(BIN)/python -m benchmarks
+	@failed=; for name in $(BENCHMARKS); do \
+	  echo "== $$name"; \
+	  env -u OPENBLAS_CORETYPE -u OPENBLAS_L2_SIZE $(BIN)/python benchmarks/$$name.py \
+	    || failed="$$failed $$name"; \
+	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
