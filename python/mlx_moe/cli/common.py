@@ -37,9 +37,9 @@ def command(main: Callable[[list[str] | None], int]) -> Callable[[list[str] | No
 
     @functools.wraps(main)
     def wrapped(argv: list[str] | None = None) -> int:
-        log_to_stderr()
         try:
-            return main(argv)
+            with log_to_stderr():
+                return main(argv)
         except MoEError as error:
             print(f"mlx_moe: error: {error}", file=sys.stderr)
             return 1
@@ -50,15 +50,21 @@ def command(main: Callable[[list[str] | None], int]) -> Callable[[list[str] | No
     return wrapped
 
 
-def log_to_stderr() -> None:
+@contextmanager
+def log_to_stderr() -> Iterator[None]:
     log = logging.getLogger("mlx_moe")
-    if log.handlers:
-        return
+    before = log.level, log.propagate
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("[mlx_moe] %(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)
-    log.propagate = False  # the stock server configures the root logger itself
+    log.propagate = False  # the stock server gives the root logger a handler too
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before[0])
+        log.propagate = before[1]
 
 
 @contextmanager

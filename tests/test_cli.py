@@ -1,0 +1,331 @@
+"""The `mlx_moe` command line, against stock mlx-lm commands on the trained example model."""
+
+import importlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+from commands import call, command, write_float32
+
+import mlx_moe
+from mlx_moe.cli import main
+from mlx_moe.cli.benchmark import results
+from mlx_moe.cli.compare import Following
+from mlx_moe.cli.measure import Measurement, Trial, Workload, measure
+from mlx_moe.loading import Replaced, load, replace_layers
+from mlx_moe.patch import replaced_models
+
+PROMPT = "In the beginning"
+LAYERS, EXPERTS, TOP_K = 6, 32, 4  # of the example model
+
+
+@pytest.fixture(scope="module")
+def float32_model(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_float32(tiny_model_path, tmp_path_factory.mktemp("float32") / "model")
+
+
+def without_speeds(stdout: str) -> list[str]:
+    """The lines of mlx_lm.generate's output, less the numbers that differ by run."""
+    return [line.split(" tokens, ")[0] for line in stdout.splitlines() if "memory" not in line]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--max-tokens", 40),
+        ("--max-tokens", 30, "--temp", 0.8, "--seed", 7, "--prefill-step-size", 2),
+        ("--max-tokens", 5, "--verbose", "False"),
+    ],
+    ids=["greedy", "sampled", "quiet"],
+)
+def test_generate_prints_what_stock_prints(float32_model: Path, options: tuple) -> None:
+    arguments = ("--model", float32_model, "--prompt", PROMPT, *options)
+    stock = call("mlx_lm", "generate", *arguments)
+    ours = call("mlx_moe", "generate", *arguments)
+    assert stock.returncode == ours.returncode == 0, stock.stderr + ours.stderr
+    assert without_speeds(ours.stdout) == without_speeds(stock.stdout)
+    assert len(ours.stdout) > 10
+
+
+def test_generate_reports_what_ran_on_stderr(tiny_model_path: Path) -> None:
+    ran = call(
+        *("mlx_moe", "generate", "--model", tiny_model_path, "--prompt", PROMPT),
+        *("--max-tokens", 4, "--stats", "json", "--verbose", "False"),
+    )
+    assert ran.returncode == 0, ran.stderr
+    log, _, report = ran.stderr.partition("\n")
+    layers = json.loads(report)
+    moe = [layer for layer in layers if layer["experts"] == str(EXPERTS)]
+    dense = [layer for layer in layers if layer["experts"] == "-"]
+    assert log.startswith("[mlx_moe] qwen3_moe: 6 MoE layers replaced, ")
+    assert [layer["name"] for layer in moe] == [
+        f"model.layers.{number}.mlp.switch_mlp" for number in range(LAYERS)
+    ]
+    assert dense
+    for layer in moe:
+        assert layer["top-k"] == str(TOP_K) and layer["backend"] == "cpu"
+        assert layer["kernel_calls"] >= layer["calls"] > 1 and layer["fallbacks"] == {}
+
+
+def test_compare_prints_both_speeds_and_agreement(float32_model: Path) -> None:
+    ran = call(
+        *("mlx_moe", "generate", "--model", float32_model, "--prompt", PROMPT),
+        *("--max-tokens", 20, "--compare", "--stats", "summary"),
+    )
+    assert ran.returncode == 0, ran.stderr
+    summary = next(line for line in ran.stderr.splitlines() if f" {EXPERTS} " in line).split()
+    prompt = len(mlx_lm.utils.load_tokenizer(float32_model).encode(PROMPT))
+    # The warm-up is not counted: every layer saw the prompt and the tokens that followed it.
+    assert summary[:7] == ["6", "qwen3_moe", "32", "4", "float32", "cpu", str(prompt + 20)]
+    assert "given the same text, stock chooses the same token 20 of 20 times" in ran.stderr
+    assert "given" not in ran.stdout
+
+
+def test_compare_says_so_where_stock_cannot_run(tiny_model_path: Path, tmp_path: Path) -> None:
+    half = tmp_path / "bfloat16"  # MLX on the CPU refuses such experts
+    mlx_lm.convert(str(tiny_model_path), str(half), dequantize=True, dtype="bfloat16")
+    ran = call(
+        *("mlx_moe", "generate", "--model", half, "--prompt", PROMPT, "--max-tokens", 5),
+        "--compare",
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "the stock layers cannot run this model: [GatherMM::eval]" in ran.stderr
+    assert "Generation: 5 tokens" in ran.stdout
+
+
+def test_a_follower_counts_the_choices_it_would_have_made() -> None:
+    follower = Following(lambda logprobs: mx.argmax(logprobs, axis=-1), tokens=[2, 0, 1])
+    rows = [[0.0, 0.1, 0.9], [0.0, 0.9, 0.1], [0.1, 0.9, 0.0], [0.9, 0.0, 0.1]]
+    assert [follower(mx.array([row])).item() for row in rows] == [2, 0, 1, 0]
+    assert follower.agreements() == 2
+
+
+@pytest.mark.parametrize("words", [("mlx_lm.generate",), ("mlx_lm", "generate")])
+def test_run_replaces_draft_models_too(tiny_model_path: Path, words: tuple[str, ...]) -> None:
+    ran = call(
+        *("mlx_moe", "run", "--stats", "json", *words, "--model", tiny_model_path),
+        *("--draft-model", tiny_model_path, "--prompt", PROMPT, "--max-tokens", 6),
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.count("6 MoE layers replaced") == 2
+    layers = json.loads(ran.stderr[ran.stderr.index("\n[\n") :])
+    experts = [layer for layer in layers if layer["experts"] == str(EXPERTS)]
+    assert len(experts) == 2 * LAYERS and all(layer["kernel_calls"] for layer in experts)
+
+
+def test_run_of_the_stock_benchmark(tiny_model_path: Path) -> None:
+    ran = call(
+        *("mlx_moe", "run", "--backend", "stock", "mlx_lm.benchmark"),
+        *("--model", tiny_model_path, "-p", 8, "-g", 2, "-n", 1),
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "Averages: prompt_tps=" in ran.stdout
+    row = next(line for line in ran.stderr.splitlines() if "qwen3_moe " in line).split()
+    assert row[0] == "6" and row[-4:] == ["stock", "0", "0", "0"]
+
+
+def test_run_of_a_chat(tiny_model_path: Path) -> None:
+    chat = subprocess.run(
+        command("mlx_moe", "run", "mlx_lm.chat", "--model", tiny_model_path, "-m", 5),
+        input="q\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert chat.returncode == 0, chat.stderr
+    assert "6 MoE layers replaced" in chat.stderr
+
+
+def test_run_passes_the_exit_code_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", "mlx_lm.perplexity", "--batch-size", "many"])
+    assert stopped.value.code == 2
+    assert "usage: mlx_lm.perplexity" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fly"], "invalid choice: 'fly'"),
+        ([], "required: COMMAND"),
+        (["run", "mlx_lm.fly"], "unknown command 'mlx_lm.fly'; mlx-lm has mlx_lm, "),
+        (["run"], "required: COMMAND"),
+        (["run", "--backend", "gpu", "mlx_lm.chat"], "invalid choice: 'gpu'"),
+        (["generate", "--fly"], "unrecognized arguments: --fly"),
+        (["generate", "--compare", "--draft-model", "m"], "--compare does not go with"),
+        (["benchmark", "-n", "0"], "0 is not a positive number"),
+        (["attach", "--model", "m"], "required: -o"),
+    ],
+)
+def test_wrong_usage(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["generate", "attach", "benchmark"])
+def test_a_missing_model_is_one_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extra = ["-o", str(tmp_path / "out")] if name == "attach" else []
+    assert main([name, "--model", "no/such-model", *extra]) == 1
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("mlx_moe: error: cannot load the model 'no/such-model': ")
+    assert "\n" not in error
+
+
+@pytest.mark.parametrize("name", ["generate", "run", "attach", "benchmark"])
+def test_help_and_version(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, expected in [
+        ([name, "--help"], f"usage: mlx_moe {name}"),
+        (["--help"], f"\n  {name} "),
+        (["--version"], f"mlx_moe {mlx_moe.__version__}\n"),
+    ]:
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        assert stopped.value.code == 0
+        assert expected in capsys.readouterr().out
+
+
+def test_generate_has_every_stock_option(capsys: pytest.CaptureFixture[str]) -> None:
+    stock = importlib.import_module("mlx_lm.generate").setup_arg_parser()
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    shown = capsys.readouterr().out
+    options = [option for action in stock._actions for option in action.option_strings]
+    assert len(options) > 30 and [option for option in options if option not in shown] == []
+
+
+def test_ctrl_c_ends_a_generation(tiny_model_path: Path) -> None:
+    process = subprocess.Popen(
+        command(
+            *("mlx_moe", "generate", "--model", tiny_model_path, "--prompt", PROMPT),
+            *("--max-tokens", 100_000),
+        ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        assert process.stdout is not None and process.stdout.read(20)  # it generates
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert error.endswith("mlx_moe: interrupted\n") and "Traceback" not in error
+
+
+def test_the_patch_is_undone_when_a_command_fails() -> None:
+    stock = mlx_lm.utils.load_model
+    with pytest.raises(KeyError), replaced_models("auto", print):
+        assert mlx_lm.utils.load_model is not stock
+        raise KeyError
+    assert mlx_lm.utils.load_model is stock
+
+
+def test_load_replaces_and_passes_options_on(tiny_model_path: Path) -> None:
+    model, tokenizer, config = load(tiny_model_path, return_config=True, lazy=True)
+    stock, _ = mlx_lm.load(str(tiny_model_path))
+    tokens = mx.array([tokenizer.encode(PROMPT)])
+    assert config["model_type"] == "qwen3_moe"
+    assert type(model.layers[0].mlp.switch_mlp) is not type(stock.layers[0].mlp.switch_mlp)
+    assert isinstance(model.layers[0].mlp.switch_mlp, type(stock.layers[0].mlp.switch_mlp))
+    difference = mx.linalg.norm((model(tokens) - stock(tokens)).astype(mx.float32))
+    scale = mx.linalg.norm(stock(tokens).astype(mx.float32))
+    assert 0 < (difference / scale).item() < 0.05
+
+
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Linear(256, 256, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.projection(x)
+
+
+@pytest.mark.parametrize(("backend", "dense"), [("auto", 1), ("stock", 0)])
+def test_a_model_without_moe_layers_gets_one_log_line(
+    backend: str, dense: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="mlx_moe")
+    replaced = replace_layers(Dense(), backend)
+    expected = ", 1 dense layers replaced" if dense else ""
+    assert caplog.messages == [f"test_cli: no MoE layers{expected}"]
+    assert replaced.moe is None and len(replaced.dense.layers if replaced.dense else []) == dense
+
+
+WORKLOAD = Workload(
+    vocabulary=2048, batch_size=2, prompt_tokens=6, generation_tokens=3, prefill_step_size=4
+)
+
+
+def test_benchmark_takes_turns_and_restores(float32_model: Path) -> None:
+    model, _ = mlx_lm.load(str(float32_model))
+    kinds = [type(module) for _, module in model.named_modules()]
+    measurement = measure(Replaced(model, "auto"), WORKLOAD, 2)
+    assert [type(module) for _, module in model.named_modules()] == kinds
+    assert {side: len(trials) for side, trials in measurement.trials.items()} == {
+        "stock": 2,
+        "replaced": 2,
+    }
+    for trials in measurement.trials.values():
+        for trial in trials:
+            assert trial.predictions.shape == (2, 6) and len(trial.decode) == 3
+    assert measurement.agreement() == 1.0 and measurement.stock_error is None
+
+
+def test_benchmark_statistics() -> None:
+    predictions = mx.array([[1, 2, 3, 4]])
+    trials = {
+        "stock": [Trial(s, [s / 10, s / 5], predictions) for s in (2.0, 6.0, 4.0)],
+        "replaced": [Trial(1.0, [0.1], mx.array([[1, 2, 3, 0]]))],
+    }
+    got = results(Measurement(trials), WORKLOAD)
+    assert got["prefill"]["stock"] == pytest.approx(
+        {
+            "tokens_per_s": 3.0,  # two prompts of 6 tokens in 4 seconds
+            "median_ms": 4000,
+            "p50_ms": 4000,
+            "p95_ms": 5800,
+            "p99_ms": 5960,
+        }
+    )
+    assert got["prefill"]["ratio"] == pytest.approx(4)
+    assert got["decode"]["stock"]["median_ms"] == pytest.approx(500)
+    assert got["decode"]["ratio"] == pytest.approx(5)
+    assert got["same_top_token"] == 0.75
+
+
+def test_benchmark_writes_json(tiny_model_path: Path, tmp_path: Path) -> None:
+    target = tmp_path / "results.json"
+    small = ("--model", tiny_model_path, "-p", 8, "-g", 2, "-n", 1)
+    ran = call("mlx_moe", "benchmark", *small, "--json", target)
+    assert ran.returncode == 0, ran.stderr
+    assert "prefill replaced" in ran.stdout and "decode stock" in ran.stdout
+    report = json.loads(target.read_text())
+    assert report["machine"]["isa"] in mlx_moe.core.isas() and report["trials"] == 1
+    assert report["prefill"]["replaced"]["tokens_per_s"] > 0 and report["decode"]["ratio"] > 0
+    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_benchmark_refuses_a_target_it_cannot_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "missing" / "results.json"
+    assert main(["benchmark", "--model", "m", "--json", str(target)]) == 1
+    assert "there is no such directory" in capsys.readouterr().err
