@@ -37,30 +37,61 @@ inline void zero_sums() {
   _tile_zero(3);
 }
 
-// C += A B over `blocks` blocks of 32 columns: two row tiles against one or two token tiles,
-// which lie `stride` values apart.
-template <int token_tiles>
-inline void multiply(const uint16_t* a, const uint16_t* b, size_t stride, size_t blocks) {
+// C += A B over `blocks` blocks of 32 columns: two row tiles against two token tiles, which lie
+// `stride` values apart.
+inline void multiply_pair(const uint16_t* a, const uint16_t* b, size_t stride, size_t blocks) {
   for (size_t i = 0; i < blocks; ++i, a += 2 * kTile, b += kTile) {
     _tile_loadd(4, a, 64);
     _tile_loadd(6, b, 64);
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(5, a + kTile, 64);
     _tile_dpbf16ps(2, 5, 6);
-    if constexpr (token_tiles == 2) {
-      _tile_loadd(7, b + stride, 64);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_dpbf16ps(3, 5, 7);
-    }
+    _tile_loadd(7, b + stride, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(3, 5, 7);
   }
 }
 
-// sums [2 row tiles][2 token tiles][16 rows][16 tokens]
+// The same against one token tile. Every other block adds to the second pair of sums: a product
+// takes three times as long as the next one could start after it.
+inline void multiply_single(const uint16_t* a, const uint16_t* b, size_t blocks) {
+  for (size_t i = 0; i < blocks; i += 2, a += 4 * kTile, b += 2 * kTile) {
+    _tile_loadd(4, a, 64);
+    _tile_loadd(6, b, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, a + kTile, 64);
+    _tile_dpbf16ps(2, 5, 6);
+    if (i + 1 == blocks) return;
+    _tile_loadd(4, a + 2 * kTile, 64);
+    _tile_loadd(7, b + kTile, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, a + 3 * kTile, 64);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
+constexpr size_t kSums = 1024;  // floats: [2 row tiles][2 token tiles][16 rows][16 tokens]
+
+inline void load_sums(const float* sums) {
+  _tile_loadd(0, sums, 64);
+  _tile_loadd(1, sums + 256, 64);
+  _tile_loadd(2, sums + 512, 64);
+  _tile_loadd(3, sums + 768, 64);
+}
+
 inline void store_sums(float* sums) {
   _tile_stored(0, sums, 64);
   _tile_stored(1, sums + 256, 64);
   _tile_stored(2, sums + 512, 64);
   _tile_stored(3, sums + 768, 64);
+}
+
+// What multiply_single put into the second pair.
+inline void join_sums(float* sums) {
+  for (size_t i = 0; i < 256; ++i) {
+    sums[i] += sums[i + 256];
+    sums[i + 512] += sums[i + 768];
+  }
 }
 
 // 16 x 16 dwords

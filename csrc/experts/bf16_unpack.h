@@ -11,7 +11,17 @@ namespace mlx_moe {
 
 namespace {
 
-// Where a row goes: 32 columns at a time, `stride` values from one such block to the next.
+// Rows of one matrix to unpack: the first one's bytes and, one `stride` apart, scales and biases.
+struct SourceRows {
+  const Matrix& m;
+  const uint8_t* data;
+  size_t rows;
+  const float *scale, *bias;
+  size_t stride;
+};
+
+// Where they go: 32 columns of a row, the next row right behind, `stride` values to the next 32
+// columns.
 struct RowBlocks {
   uint16_t* data;
   size_t stride;
@@ -72,42 +82,59 @@ inline __m512 code_values(const Matrix& m) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i*)table)));
 }
 
-// 32 codes of 4 bits as indices in the low bits of words; bit 4 of every other word is dirty.
-inline __m512i spread_nibbles(__m128i bytes) {
-  __m512i wide = _mm512_cvtepu8_epi32(bytes);
-  return _mm512_or_si512(wide, _mm512_slli_epi32(wide, 12));
+// 32 codes of 4 bits as 32 words
+inline __m512i spread_nibbles(const uint8_t* src) {
+  __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)src));
+  constexpr int or_and = 0xa8;  // (a | b) & c
+  return _mm512_ternarylogic_epi32(wide, _mm512_slli_epi32(wide, 12), _mm512_set1_epi16(15),
+                                   or_and);
 }
 
-inline __m128i load_nibbles(const uint8_t* src) { return _mm_loadu_si128((const __m128i*)src); }
+// The 16 values that a group's codes stand for, as bfloat16.
+inline __m512i group_table(__m512 values, float scale, float bias) {
+  __m512 t = _mm512_fmadd_ps(values, _mm512_set1_ps(scale), _mm512_set1_ps(bias));
+  return _mm512_castsi256_si512((__m256i)_mm512_cvtneps_pbh(t));
+}
 
-// Groups of 32 or more: the 16 possible values of a group are looked up, both halves of the table
-// alike so that a dirty bit 4 does no harm.
-inline void unpack_q4(const uint8_t* src, __m512 values, const float* scale, const float* bias,
-                      size_t group, size_t k0, size_t k1, RowBlocks to) {
-  uint16_t* dst = to.data;
-  for (size_t k = k0; k < k1; k += group) {
-    size_t g = k / group;
-    __m512 t = _mm512_fmadd_ps(values, _mm512_set1_ps(scale[g]), _mm512_set1_ps(bias[g]));
-    __m512i table = round_pair(t, t);
-    for (size_t i = k; i < k + group && i < k1; i += 32, dst += to.stride)
-      _mm512_store_si512(
-          dst, _mm512_permutexvar_epi16(spread_nibbles(load_nibbles(src + i / 2)), table));
+// Groups of 32 or more: the values of a group are looked up.
+inline void unpack_q4(const SourceRows& from, size_t k0, size_t k1, RowBlocks to) {
+  const __m512 values = code_values(from.m);
+  const size_t row_bytes = from.m.row_bytes();
+  const int shift = __builtin_ctz(unsigned(from.m.group));
+  for (size_t r = 0; r < from.rows; ++r) {
+    const float *scale = from.scale + r * from.stride, *bias = from.bias + r * from.stride;
+    const uint8_t* src = from.data + r * row_bytes;
+    uint16_t* dst = to.data + r * 32;
+    for (size_t k = k0; k < k1; k += 64, dst += 2 * to.stride) {
+      size_t g = k >> shift;
+      __m512i table = group_table(values, scale[g], bias[g]);
+      _mm512_store_si512(dst, _mm512_permutexvar_epi16(spread_nibbles(src + k / 2), table));
+      if (k + 32 == k1) break;
+      if (shift == 5) table = group_table(values, scale[g + 1], bias[g + 1]);
+      _mm512_store_si512(dst + to.stride,
+                         _mm512_permutexvar_epi16(spread_nibbles(src + k / 2 + 16), table));
+    }
   }
 }
 
 // Groups of 16: two tables side by side, bit 4 of an index says which.
-inline void unpack_q4_by_16(const uint8_t* src, __m512 values, const float* scale, size_t k0,
-                            size_t k1, RowBlocks to) {
+inline void unpack_q4_by_16(const SourceRows& from, size_t k0, size_t k1, RowBlocks to) {
   const __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
-  uint16_t* dst = to.data;
-  for (size_t k = k0; k < k1; k += 32, dst += to.stride) {
-    bool half = k1 - k < 32;
-    __m512 low = _mm512_mul_ps(values, _mm512_set1_ps(scale[k / 16]));
-    __m512 high = _mm512_mul_ps(values, _mm512_set1_ps(half ? 0.f : scale[k / 16 + 1]));
-    __m128i bytes = _mm_maskz_loadu_epi8(half ? 0xff : 0xffff, src + k / 2);
-    __m512i index = _mm512_and_si512(spread_nibbles(bytes), _mm512_set1_epi16(15));
-    _mm512_store_si512(dst, _mm512_permutexvar_epi16(_mm512_or_si512(index, second),
-                                                     round_pair(low, high)));
+  const __m512 values = code_values(from.m);
+  for (size_t r = 0; r < from.rows; ++r) {
+    const uint8_t* src = from.data + r * from.m.row_bytes();
+    const float* scale = from.scale + r * from.stride;
+    uint16_t* dst = to.data + r * 32;
+    for (size_t k = k0; k < k1; k += 32, dst += to.stride) {
+      bool half = k1 - k < 32;
+      __m512 low = _mm512_mul_ps(values, _mm512_set1_ps(scale[k / 16]));
+      __m512 high = _mm512_mul_ps(values, _mm512_set1_ps(half ? 0.f : scale[k / 16 + 1]));
+      alignas(16) uint8_t bytes[16];
+      _mm_store_si128((__m128i*)bytes, _mm_maskz_loadu_epi8(half ? 0xff : 0xffff, src + k / 2));
+      __m512i index = spread_nibbles(bytes);
+      _mm512_store_si512(dst, _mm512_permutexvar_epi16(_mm512_or_si512(index, second),
+                                                       round_pair(low, high)));
+    }
   }
 }
 
@@ -136,40 +163,44 @@ inline __m512 e4m3_values(__m512i v) {
 }
 
 // Any other width: codes to float32, scaled, rounded. Groups are 32 or more.
-inline void unpack_codes(const Matrix& m, const uint8_t* src, const float* scale,
-                         const float* bias, size_t k0, size_t k1, RowBlocks to) {
-  uint16_t* dst = to.data;
+inline void unpack_codes(const SourceRows& from, size_t k0, size_t k1, RowBlocks to) {
   alignas(64) uint8_t codes[64];
-  size_t group = size_t(m.group);
-  for (size_t k = k0; k < k1; k += 64) {
-    _mm512_store_si512(codes, spread_codes(src + k * size_t(m.bits) / 8, m.bits, k1 - k));
-    for (size_t i = 0; i < 64 && k + i < k1; i += 32, dst += to.stride) {
-      __m512 s = _mm512_set1_ps(scale[(k + i) / group]), b = _mm512_set1_ps(bias[(k + i) / group]);
-      __m512 half[2];
-      for (int j = 0; j < 2; ++j) {
-        __m512i c = _mm512_cvtepu8_epi32(_mm_load_si128((const __m128i*)(codes + i) + j));
-        __m512 v = m.mode == Mode::mxfp8 ? e4m3_values(c) : _mm512_cvtepi32_ps(c);
-        half[j] = _mm512_fmadd_ps(v, s, b);
+  const size_t group = size_t(from.m.group), bits = size_t(from.m.bits);
+  const bool fp8 = from.m.mode == Mode::mxfp8;
+  for (size_t r = 0; r < from.rows; ++r) {
+    const float *scale = from.scale + r * from.stride, *bias = from.bias + r * from.stride;
+    const uint8_t* src = from.data + r * from.m.row_bytes();
+    uint16_t* dst = to.data + r * 32;
+    for (size_t k = k0; k < k1; k += 64) {
+      _mm512_store_si512(codes, spread_codes(src + k * bits / 8, int(bits), k1 - k));
+      for (size_t i = 0; i < 64 && k + i < k1; i += 32, dst += to.stride) {
+        size_t g = (k + i) / group;
+        __m512 s = _mm512_set1_ps(scale[g]), b = _mm512_set1_ps(bias[g]), half[2];
+        for (int j = 0; j < 2; ++j) {
+          __m512i c = _mm512_cvtepu8_epi32(_mm_load_si128((const __m128i*)(codes + i) + j));
+          half[j] = _mm512_fmadd_ps(fp8 ? e4m3_values(c) : _mm512_cvtepi32_ps(c), s, b);
+        }
+        _mm512_store_si512(dst, round_pair(half[0], half[1]));
       }
-      _mm512_store_si512(dst, round_pair(half[0], half[1]));
     }
   }
 }
 
-// Columns [k0, k1) of one row; k0 is a multiple of every group. `scale` and `bias` are the row's.
-inline void unpack_row(const Matrix& m, const uint8_t* src, const float* scale, const float* bias,
-                       size_t k0, size_t k1, RowBlocks to) {
-  if (m.mode == Mode::dense) {
-    uint16_t* dst = to.data;
+inline void unpack_dense(const SourceRows& from, size_t k0, size_t k1, RowBlocks to) {
+  for (size_t r = 0; r < from.rows; ++r) {
+    const uint8_t* src = from.data + r * from.m.row_bytes();
+    uint16_t* dst = to.data + r * 32;
     for (size_t k = k0; k < k1; k += 32, dst += to.stride)
-      _mm512_store_si512(dst, load_bf16(m.type, src, k, k1 - k));
-  } else if (m.group == 16) {
-    unpack_q4_by_16(src, code_values(m), scale, k0, k1, to);
-  } else if (m.bits == 4) {
-    unpack_q4(src, code_values(m), scale, bias, size_t(m.group), k0, k1, to);
-  } else {
-    unpack_codes(m, src, scale, bias, k0, k1, to);
+      _mm512_store_si512(dst, load_bf16(from.m.type, src, k, k1 - k));
   }
+}
+
+// Columns [k0, k1) of some rows; k0 is a multiple of 64.
+inline void unpack_rows(const SourceRows& from, size_t k0, size_t k1, RowBlocks to) {
+  if (from.m.mode == Mode::dense) unpack_dense(from, k0, k1, to);
+  else if (from.m.group == 16) unpack_q4_by_16(from, k0, k1, to);
+  else if (from.m.bits == 4) unpack_q4(from, k0, k1, to);
+  else unpack_codes(from, k0, k1, to);
 }
 
 }  // namespace

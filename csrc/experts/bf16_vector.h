@@ -28,23 +28,33 @@ inline void group_sums(const uint16_t* x, size_t cols, size_t group, float* sums
   for (size_t g = n; g % 16; ++g) sums[g] = 0.f;
 }
 
+inline __m512 dot_group(const uint8_t* src, __m512i table, const uint16_t* x, size_t group) {
+  __m512 sum = _mm512_setzero_ps();
+  for (size_t k = 0; k < group; k += 32)
+    sum = dot_bf16(sum, _mm512_permutexvar_epi16(spread_nibbles(src + k / 2), table), x + k);
+  return sum;
+}
+
 // 4-bit codes in groups of 32 or more are multiplied as whole numbers, exact in bfloat16; the
 // scale comes after each group, the bias once with the group's sum of x.
-inline float dot_q4(const Matrix& m, const uint8_t* src, __m512i table, const float* scale,
+template <size_t group>
+inline float dot_q4(size_t groups, const uint8_t* src, __m512i table, const float* scale,
                     const float* bias, const uint16_t* x, const float* sums) {
-  __m512 total[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-  size_t group = size_t(m.group), n = m.groups();
-  for (size_t g = 0; g < n; ++g) {
-    __m512 part = _mm512_setzero_ps();
-    for (size_t k = 0; k < group; k += 32, src += 16, x += 32)
-      part = dot_bf16(part, _mm512_permutexvar_epi16(spread_nibbles(load_nibbles(src)), table), x);
+  __m512 even = _mm512_setzero_ps(), odd = even;
+  size_t g = 0;
+  for (; g + 2 <= groups; g += 2, src += group, x += 2 * group) {
     _mm_prefetch((const char*)src + kAhead, _MM_HINT_T0);
-    total[g & 1] = _mm512_fmadd_ps(part, _mm512_set1_ps(scale[g]), total[g & 1]);
+    __m512 first = dot_group(src, table, x, group);
+    __m512 second = dot_group(src + group / 2, table, x + group, group);
+    even = _mm512_fmadd_ps(first, _mm512_set1_ps(scale[g]), even);
+    odd = _mm512_fmadd_ps(second, _mm512_set1_ps(scale[g + 1]), odd);
   }
+  if (g < groups)
+    even = _mm512_fmadd_ps(dot_group(src, table, x, group), _mm512_set1_ps(scale[g]), even);
   if (sums)
-    for (size_t g = 0; g < n; g += 16)
-      total[0] = _mm512_fmadd_ps(_mm512_loadu_ps(bias + g), _mm512_loadu_ps(sums + g), total[0]);
-  return _mm512_reduce_add_ps(_mm512_add_ps(total[0], total[1]));
+    for (g = 0; g < groups; g += 16)
+      odd = _mm512_fmadd_ps(_mm512_loadu_ps(bias + g), _mm512_loadu_ps(sums + g), odd);
+  return _mm512_reduce_add_ps(_mm512_add_ps(even, odd));
 }
 
 // out[r] = dot(row row0 + r, x); x is padded to whole blocks of 32 with zeros.
@@ -66,10 +76,11 @@ inline void vector_rows(const Matrix& m, size_t expert, size_t row0, size_t rows
     const uint8_t* src = m.row(expert, row0 + r);
     if (groups) unpack_scales(m, expert, row0 + r, scale, bias);
     if (q4) {
-      out[r] = dot_q4(m, src, table, scale, bias, x, m.biases ? sums : nullptr);
+      auto* dot = m.group == 32 ? dot_q4<32> : m.group == 64 ? dot_q4<64> : dot_q4<128>;
+      out[r] = dot(m.groups(), src, table, scale, bias, x, m.biases ? sums : nullptr);
       continue;
     }
-    unpack_row(m, src, scale, bias, 0, m.cols, {row, 32});
+    unpack_rows({m, src, 1, scale, bias, 0}, 0, m.cols, {row, 32});
     __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
     for (size_t k = 0; k < padded; k += 32)
       sum[k / 32 & 1] = dot_bf16(sum[k / 32 & 1], _mm512_load_si512(row + k), x + k);

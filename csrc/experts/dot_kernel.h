@@ -11,34 +11,38 @@ namespace mlx_moe {
 
 template <class Simd>
 struct DotKernel {
-  static constexpr size_t kBlock = 32, kRows = 4, kPad = 16;
+  static constexpr size_t kBlock = 32, kRows = 4, kPad = 16, kTokens = 64;
 
   static size_t padded(size_t cols) { return (cols + kPad - 1) / kPad * kPad; }
 
+  // Rows of a panel are a cache line longer, so that no power of two separates them.
+  static size_t row_stride(size_t cols) { return padded(cols) + kPad; }
+
   static size_t panel_bytes(size_t tokens, size_t cols) {
-    return tokens * padded(cols) * sizeof(float);
+    return tokens * row_stride(cols) * sizeof(float);
   }
 
   static void pack(const Gather& x, size_t tokens, size_t cols, void* panel) {
-    size_t stride = padded(cols);
+    size_t stride = row_stride(cols);
     for (size_t t = 0; t < tokens; ++t) {
       size_t row = x.rows ? size_t(x.rows[t] / x.divide) : t;
       auto* src = static_cast<const uint8_t*>(x.base) + row * x.stride * size_of(x.type);
       float* dst = static_cast<float*>(panel) + t * stride;
       Simd::to_f32(x.type, src, cols, dst);
-      for (size_t k = cols; k < stride; ++k) dst[k] = 0.f;
+      for (size_t k = cols; k < padded(cols); ++k) dst[k] = 0.f;
     }
   }
 
   // out[r * ld + t] = dot(w[r], x[t]), the tokens in registers.
   template <int tokens>
-  static void dots(const float* const* w, const float* x, size_t k, float* out, size_t ld) {
+  static void dots(const float* const* w, const float* x, size_t k, size_t stride, float* out,
+                   size_t ld) {
     typename Simd::V acc[kRows][tokens];
     for (auto& row : acc)
       for (auto& a : row) a = Simd::zero();
     for (size_t i = 0; i < k; i += Simd::width) {
       typename Simd::V xs[tokens];
-      for (int t = 0; t < tokens; ++t) xs[t] = Simd::load(x + t * k + i);
+      for (int t = 0; t < tokens; ++t) xs[t] = Simd::load(x + t * stride + i);
       for (size_t r = 0; r < kRows; ++r) {
         auto wr = Simd::load(w[r] + i);
         for (int t = 0; t < tokens; ++t) acc[r][t] = Simd::fma(wr, xs[t], acc[r][t]);
@@ -49,27 +53,28 @@ struct DotKernel {
   }
 
   template <int tokens>
-  static void rest(size_t n, const float* const* w, const float* x, size_t k, float* out,
-                   size_t ld) {
-    if (n == tokens) return dots<tokens>(w, x, k, out, ld);
-    if constexpr (tokens > 1) rest<tokens - 1>(n, w, x, k, out, ld);
+  static void rest(size_t n, const float* const* w, const float* x, size_t k, size_t stride,
+                   float* out, size_t ld) {
+    if (n == tokens) return dots<tokens>(w, x, k, stride, out, ld);
+    if constexpr (tokens > 1) rest<tokens - 1>(n, w, x, k, stride, out, ld);
   }
 
   // out [rows, tokens]
   static void product(const Matrix& m, size_t expert, size_t row0, size_t rows, const float* x,
                       size_t tokens, float* out) {
-    size_t k = padded(m.cols);
-    auto* unpacked = static_cast<float*>(scratch(2, kRows * k * sizeof(float)));
+    size_t k = padded(m.cols), stride = row_stride(m.cols);
+    auto* unpacked = static_cast<float*>(scratch(2, kRows * stride * sizeof(float)));
     constexpr size_t step = Simd::tokens;
     for (size_t r = 0; r < rows; r += kRows) {
       const float* w[kRows];
       size_t have = rows - r < kRows ? rows - r : kRows;
       for (size_t i = 0; i < kRows; ++i)
-        w[i] = i < have ? unpack_row<Simd>(m, expert, row0 + r + i, k, unpacked + i * k) : w[0];
+        w[i] = i < have ? unpack_row<Simd>(m, expert, row0 + r + i, k, unpacked + i * stride) : w[0];
       float* to = out + r * tokens;
       size_t t = 0;
-      for (; t + step <= tokens; t += step) dots<Simd::tokens>(w, x + t * k, k, to + t, tokens);
-      if (t < tokens) rest<Simd::tokens - 1>(tokens - t, w, x + t * k, k, to + t, tokens);
+      for (; t + step <= tokens; t += step) dots<Simd::tokens>(w, x + t * stride, k, stride, to + t, tokens);
+      if (t < tokens)
+        rest<Simd::tokens - 1>(tokens - t, w, x + t * stride, k, stride, to + t, tokens);
     }
   }
 
@@ -81,8 +86,8 @@ struct DotKernel {
     product(gate, expert, row0, rows, xs, tokens, g);
     product(up, expert, row0, rows, xs, tokens, u);
     swiglu<Simd>(g, u, rows * tokens, g);
-    size_t stride = padded(gate.rows);
-    size_t end = row0 + rows == gate.rows ? stride : row0 + rows;
+    size_t stride = row_stride(gate.rows);
+    size_t end = row0 + rows == gate.rows ? padded(gate.rows) : row0 + rows;
     for (size_t t = 0; t < tokens; ++t) {
       float* dst = static_cast<float*>(h) + t * stride;
       for (size_t r = 0; r < rows; ++r) dst[row0 + r] = g[r * tokens + t];
@@ -104,7 +109,7 @@ struct DotKernel {
   }
 
   static constexpr Kernel kernel(const char* name) {
-    return {name, kBlock, panel_bytes, pack, gate_up, project};
+    return {name, kBlock, kTokens, panel_bytes, pack, gate_up, project};
   }
 };
 

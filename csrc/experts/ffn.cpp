@@ -14,10 +14,8 @@ namespace mlx_moe {
 
 namespace {
 
-constexpr size_t kUnitTokens = 2048;        // a panel stays within a few caches
 constexpr size_t kWaveBytes = 96 << 20;     // panels that exist at one time
 constexpr size_t kChunkTokens = 2048;       // tokens whose y is held for the weighted sum
-constexpr size_t kPackTokens = 64;          // tokens that one task packs
 constexpr size_t kAlone = 64 << 10;         // panel bytes that are not worth waking a thread for
 
 // A bucket, or a part of one: tokens of one expert that share a panel.
@@ -74,8 +72,8 @@ void for_waves(const Kernel& kernel, const std::vector<int32_t>& order,
     bytes = 0;
   };
   for (size_t e = 0; e + 1 < offsets.size(); ++e)
-    for (size_t i = offsets[e], end = offsets[e + 1]; i < end; i += kUnitTokens) {
-      size_t n = std::min(kUnitTokens, end - i);
+    for (size_t i = offsets[e], end = offsets[e + 1]; i < end; i += kernel.panel_tokens) {
+      size_t n = std::min(kernel.panel_tokens, end - i);
       size_t size = aligned(kernel.panel_bytes(n, x_cols)) +
                     (h_cols ? aligned(kernel.panel_bytes(n, h_cols)) : 0);
       if (bytes + size > kWaveBytes) flush();

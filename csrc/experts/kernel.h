@@ -29,6 +29,7 @@ struct Scatter {
 struct Kernel {
   const char* name;
   size_t block_rows;
+  size_t panel_tokens;  // most tokens in a panel, so that it stays in the second-level cache
   size_t (*panel_bytes)(size_t tokens, size_t cols);
   // panel = the gathered rows, [tokens, cols]
   void (*pack)(const Gather& x, size_t tokens, size_t cols, void* panel);

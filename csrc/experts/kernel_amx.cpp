@@ -13,7 +13,9 @@ namespace mlx_moe {
 namespace {
 
 constexpr size_t kBlockRows = 32;
-constexpr size_t kNearBlocks = 8;  // unpacked columns / 32 that stay in the first-level cache
+// Blocks of 32 columns to unpack at a time: few, so that tiles multiply while the next are being
+// unpacked; or as many as the first-level cache holds, for use by every pair of token tiles.
+constexpr size_t kFewBlocks = 2, kManyBlocks = 16;
 
 struct Isa {};
 
@@ -51,67 +53,78 @@ struct RowTile {
   size_t row0, rows;
 };
 
-struct Scales {
-  float *scale, *bias;
-  size_t stride;
+// The rows of two tiles with their scales unpacked.
+class Source {
+ public:
+  Source(const RowTile* tiles, size_t expert) : tiles_(tiles), expert_(expert) {
+    for (int i = 0; i < 2; ++i)
+      if (tiles[i].m.mode != Mode::dense)
+        stride_ = std::max(stride_, (tiles[i].m.groups() + 15) / 16 * 16);
+    scale_ = static_cast<float*>(scratch(3, 64 * stride_ * sizeof(float) + 64));
+    bias_ = scale_ + 32 * stride_;
+    for (size_t i = 0; stride_ && i < 2; ++i)
+      for (size_t r = 0, at = 16 * i * stride_; r < tiles[i].rows; ++r, at += stride_)
+        unpack_scales(tiles[i].m, expert, tiles[i].row0 + r, scale_ + at, bias_ + at);
+  }
+
+  // Columns [k0, k1) of both, in turns a tile of the first and a tile of the second.
+  void unpack(size_t k0, size_t k1, uint16_t* a) const {
+    for (size_t i = 0; i < 2; ++i, a += kTile) {
+      const RowTile& t = tiles_[i];
+      size_t at = 16 * i * stride_;
+      SourceRows from{t.m, t.m.row(expert_, t.row0), t.rows, scale_ + at, bias_ + at, stride_};
+      prefetch_next(from, k0, k1);
+      unpack_rows(from, k0, k1, {a, 2 * kTile});
+      if (t.rows < 16)
+        for (size_t k = k0, j = 0; k < k1; k += 32, j += 2 * kTile)
+          std::memset(a + j + t.rows * 32, 0, (16 - t.rows) * 64);
+    }
+  }
+
+ private:
+  // The next 16 rows lie right behind, and are most often this thread's next work.
+  static void prefetch_next(const SourceRows& from, size_t k0, size_t k1) {
+    size_t row_bytes = from.m.row_bytes();
+    size_t begin = k0 * row_bytes / from.m.cols, end = k1 * row_bytes / from.m.cols;
+    for (size_t b = (begin + 63) / 64 * 64; b < end; b += 64)
+      for (size_t r = 0; r < from.rows; ++r) {
+        _mm_prefetch((const char*)from.data + r * row_bytes + b + 128, _MM_HINT_T0);
+        _mm_prefetch((const char*)from.data + (16 + r) * row_bytes + b, _MM_HINT_T1);
+      }
+  }
+
+  const RowTile* tiles_;
+  size_t expert_, stride_ = 0;
+  float *scale_, *bias_;
 };
 
-Scales scales_of(const RowTile* tiles, size_t expert) {
-  size_t stride = 0;
-  for (int i = 0; i < 2; ++i)
-    if (tiles[i].m.mode != Mode::dense)
-      stride = std::max(stride, (tiles[i].m.groups() + 15) / 16 * 16);
-  auto* scale = static_cast<float*>(scratch(3, 64 * stride * sizeof(float) + 64));
-  Scales s{scale, scale + 32 * stride, stride};
-  for (size_t i = 0; stride && i < 2; ++i)
-    for (size_t r = 0; r < tiles[i].rows; ++r)
-      unpack_scales(tiles[i].m, expert, tiles[i].row0 + r, scale + (16 * i + r) * stride,
-                    s.bias + (16 * i + r) * stride);
-  return s;
-}
-
-// Columns [k0, k1) of the 16 rows to every second tile from `to` on. What the next 16 rows need is
-// asked for meanwhile: they lie right behind, and are most often this thread's next work.
-void unpack_tile(const RowTile& t, size_t expert, const Scales& s, size_t first, size_t k0,
-                 size_t k1, uint16_t* to) {
-  size_t row_bytes = t.m.row_bytes();
-  size_t from = k0 * row_bytes / t.m.cols, until = k1 * row_bytes / t.m.cols;
-  for (size_t r = 0; r < t.rows; ++r) {
-    const uint8_t* src = t.m.row(expert, t.row0 + r);
-    for (size_t b = from; b < until; b += 64)
-      _mm_prefetch((const char*)src + 16 * row_bytes + b, _MM_HINT_T1);
-    size_t at = (first + r) * s.stride;
-    unpack_row(t.m, src, s.scale + at, s.bias + at, k0, k1, {to + r * 32, 2 * kTile});
-  }
-  if (t.rows < 16)
-    for (size_t k = k0; k < k1; k += 32, to += 2 * kTile)
-      std::memset(to + t.rows * 32, 0, (16 - t.rows) * 64);
-}
-
 // Two row tiles against all tokens; done(first token tile, count, sums) for each pair of token
-// tiles. Few tokens: columns are unpacked a little at a time, while the sums stay in tiles. Many:
-// all columns are unpacked once and used for every pair.
+// tiles. The sums of one pair stay in tiles; those of more are put aside between columns.
 template <class Done>
 void multiply_block(const RowTile* rows, size_t expert, const uint16_t* x, size_t tokens,
                     Done&& done) {
   size_t cols = rows[0].m.cols, blocks = column_blocks(cols), tiles = token_tiles(tokens);
-  size_t chunk = tiles <= 2 ? std::min(kNearBlocks, blocks) : blocks;
-  auto* a = static_cast<uint16_t*>(scratch(2, chunk * 2 * kTile * 2 + 4096));
-  auto* sums = reinterpret_cast<float*>(a + chunk * 2 * kTile);
-  Scales s = scales_of(rows, expert);
+  bool few = tiles <= 2;
+  size_t step = few ? kFewBlocks : kManyBlocks, pairs = (tiles + 1) / 2;
+  auto* a = static_cast<uint16_t*>(scratch(2, 2 * step * kTile * 2 + pairs * kSums * 4));
+  auto* all_sums = reinterpret_cast<float*>(a + 2 * step * kTile);
+  Source source(rows, expert);
   TileConfig config;
-  for (size_t b0 = 0; b0 < blocks; b0 += chunk) {
-    size_t b1 = std::min(b0 + chunk, blocks), k1 = std::min(b1 * 32, cols);
-    unpack_tile(rows[0], expert, s, 0, b0 * 32, k1, a);
-    unpack_tile(rows[1], expert, s, 16, b0 * 32, k1, a + kTile);
+  for (size_t b0 = 0; b0 < blocks; b0 += step) {
+    size_t n = std::min(step, blocks - b0);
+    source.unpack(b0 * 32, std::min((b0 + n) * 32, cols), a);
     for (size_t t = 0; t < tiles; t += 2) {
-      size_t pair = std::min<size_t>(2, tiles - t), stride = blocks * kTile;
-      const uint16_t* b = x + t * stride + b0 * kTile;
+      const uint16_t* b = x + (t * blocks + b0) * kTile;
+      float* sums = all_sums + t / 2 * kSums;
+      bool pair = t + 1 < tiles;
       if (b0 == 0) zero_sums();
-      pair == 2 ? multiply<2>(a, b, stride, b1 - b0) : multiply<1>(a, b, stride, b1 - b0);
-      if (b1 < blocks) continue;
-      store_sums(sums);
-      done(t, pair, sums);
+      else if (!few) load_sums(sums);
+      pair ? multiply_pair(a, b, blocks * kTile, n) : multiply_single(a, b, n);
+      bool last = b0 + n == blocks;
+      if (last || !few) store_sums(sums);
+      if (!last) continue;
+      if (!pair) join_sums(sums);
+      done(t, pair ? 2 : 1, sums);
     }
   }
 }
@@ -207,6 +220,6 @@ void project(const Matrix& w, size_t expert, size_t row0, size_t rows, const voi
 
 }  // namespace
 
-const Kernel amx_kernel = {"amx", kBlockRows, panel_bytes, pack, gate_up, project};
+const Kernel amx_kernel = {"amx", kBlockRows, 512, panel_bytes, pack, gate_up, project};
 
 }  // namespace mlx_moe
