@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -149,6 +150,15 @@ def test_run_passes_the_exit_code_on(capsys: pytest.CaptureFixture[str]) -> None
         main(["run", "mlx_lm.perplexity", "--batch-size", "many"])
     assert stopped.value.code == 2
     assert "usage: mlx_lm.perplexity" in capsys.readouterr().err
+
+
+def test_run_names_what_a_command_lacks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "mlx_lm.evaluate", raising=False)
+    assert main(["run", "mlx_lm.evaluate", "--model", "m", "--tasks", "t"]) == 1
+    assert "mlx_lm.evaluate does not start: import of lm_eval" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

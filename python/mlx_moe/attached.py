@@ -22,7 +22,7 @@ KEY = "mlx_moe"  # our entry in config.json: {"backend": ..., "model_file": the 
 class AttachedArgs:
     """The class and the arguments of the model that is to be built and replaced."""
 
-    model_class: type[nn.Module]
+    model_class: Any
     args: Any
     backend: str
 
@@ -48,9 +48,9 @@ def import_file(path: Path) -> ModuleType:
 def build(attached: AttachedArgs) -> nn.Module:
     """The stock model, which replaces its layers once it has been given its weights."""
     model = attached.model_class(attached.args)
-    stock_class = type(model)
+    stock_class: Any = type(model)
 
-    class AwaitsWeights(stock_class):  # type: ignore[misc, valid-type]
+    class AwaitsWeights(stock_class):
         def load_weights(self, *args: Any, **kwargs: Any) -> nn.Module:
             super().load_weights(*args, **kwargs)
             self.__class__ = stock_class

@@ -60,7 +60,7 @@ def replace_layers(model: nn.Module, backend: str) -> Replaced:
     return replaced
 
 
-def trust_option(load: Callable[..., Any], trusted: bool) -> dict[str, bool]:
+def trust_option(load: Callable[..., Any], trusted: bool) -> dict[str, Any]:
     """`trust_remote_code` where mlx-lm's `load` takes it: before 0.32 it trusts every model."""
     known = "trust_remote_code" in inspect.signature(load).parameters
     return {"trust_remote_code": trusted} if known else {}

@@ -66,12 +66,13 @@ def main(argv: list[str] | None = None) -> int:
     if args.json not in (None, "-") and not Path(args.json).absolute().parent.is_dir():
         raise MoEError(f"--json {args.json}: there is no such directory to write it in")
     with missing_model_is_an_error(args.model):
-        model, _, config = mlx_lm.utils.load(
+        loaded: Any = mlx_lm.utils.load(
             args.model,
             tokenizer_config={"trust_remote_code": args.trust_remote_code},
             return_config=True,
             **trust_option(mlx_lm.utils.load, args.trust_remote_code),
         )
+    model, _, config = loaded
     workload = Workload(
         vocabulary=config.get("vocab_size") or config["text_config"]["vocab_size"],
         batch_size=args.batch_size,

@@ -58,7 +58,8 @@ class Comparison:
 
     def __call__(self, *args: Any, sampler: Any, **kwargs: Any) -> Iterator[Any]:
         self.args, self.kwargs, self.sampler = args, kwargs, sampler
-        high, low = mx.random.state[0].tolist()
+        state: Any = mx.random.state
+        high, low = state[0].tolist()
         self.seed = high << 32 | low  # seeds MLX's generator to where it stands now
         self.warm_up()
         for model in self.models:  # anew, so that the statistics leave out the warm-up

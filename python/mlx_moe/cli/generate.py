@@ -1,9 +1,12 @@
 """`mlx_moe generate`: mlx_lm.generate with the model's layers replaced."""
 
 import argparse
+import functools
 import importlib
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 from ..loading import Replaced
 from ..patch import attribute, replaced_models
@@ -35,6 +38,15 @@ def build_parser(stock_parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     return stock_parser
 
 
+def reporting(load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def wrapped(name: str, *args: Any, **kwargs: Any) -> Any:
+        with missing_model_is_an_error(name):
+            return load(name, *args, **kwargs)
+
+    return wrapped
+
+
 @command
 def main(argv: list[str] | None = None) -> int:
     # The attribute `mlx_lm.generate` is a function that hides the module.
@@ -46,10 +58,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--compare does not go with --prompt-cache-file or --draft-model")
 
     with ExitStack() as stack:
-        stack.enter_context(missing_model_is_an_error(args.model or stock.DEFAULT_MODEL))
         models: list[Replaced] = []
         stack.enter_context(replaced_models(args.backend, models.append))
         stack.enter_context(attribute(stock, "setup_arg_parser", lambda: parser))
+        stack.enter_context(attribute(stock, "load", reporting(stock.load)))
         comparison = Comparison(stock.stream_generate, models)
         if args.compare:
             stack.enter_context(attribute(stock, "stream_generate", comparison))

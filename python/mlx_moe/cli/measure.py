@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
@@ -65,7 +66,7 @@ class Measurement:
         if self.stock_error is not None:
             return None
         stock, replaced = (self.trials[side][0].predictions for side in SIDES)
-        return mx.mean(stock == replaced).item()
+        return float(np.mean(np.array(stock == replaced)))
 
 
 def measure(model: Replaced, workload: Workload, count: int) -> Measurement:
