@@ -18,6 +18,7 @@ struct SourceRows {
   size_t rows;
   const float *scale, *bias;
   size_t stride;
+  size_t ahead;  // bytes from what is read to what is worth asking memory for
 };
 
 // Where they go: 32 columns of a row, the next row right behind, `stride` values to the next 32
@@ -26,6 +27,11 @@ struct RowBlocks {
   uint16_t* data;
   size_t stride;
 };
+
+// One request for each few values read: many at once would fill the core's line buffers and stall.
+inline void prefetch(const SourceRows& from, const uint8_t* src) {
+  _mm_prefetch((const char*)src + from.ahead, _MM_HINT_T1);
+}
 
 inline __mmask32 tail_mask(size_t n) { return n >= 32 ? 0xffffffff : (1u << n) - 1; }
 
@@ -106,6 +112,7 @@ inline void unpack_q4(const SourceRows& from, size_t k0, size_t k1, RowBlocks to
     const uint8_t* src = from.data + r * row_bytes;
     uint16_t* dst = to.data + r * 32;
     for (size_t k = k0; k < k1; k += 64, dst += 2 * to.stride) {
+      prefetch(from, src + k / 2);
       size_t g = k >> shift;
       __m512i table = group_table(values, scale[g], bias[g]);
       _mm512_store_si512(dst, _mm512_permutexvar_epi16(spread_nibbles(src + k / 2), table));
@@ -126,6 +133,7 @@ inline void unpack_q4_by_16(const SourceRows& from, size_t k0, size_t k1, RowBlo
     const float* scale = from.scale + r * from.stride;
     uint16_t* dst = to.data + r * 32;
     for (size_t k = k0; k < k1; k += 32, dst += to.stride) {
+      prefetch(from, src + k / 2);
       bool half = k1 - k < 32;
       __m512 low = _mm512_mul_ps(values, _mm512_set1_ps(scale[k / 16]));
       __m512 high = _mm512_mul_ps(values, _mm512_set1_ps(half ? 0.f : scale[k / 16 + 1]));
@@ -172,6 +180,7 @@ inline void unpack_codes(const SourceRows& from, size_t k0, size_t k1, RowBlocks
     const uint8_t* src = from.data + r * from.m.row_bytes();
     uint16_t* dst = to.data + r * 32;
     for (size_t k = k0; k < k1; k += 64) {
+      prefetch(from, src + k * bits / 8);
       _mm512_store_si512(codes, spread_codes(src + k * bits / 8, int(bits), k1 - k));
       for (size_t i = 0; i < 64 && k + i < k1; i += 32, dst += to.stride) {
         size_t g = (k + i) / group;
@@ -190,8 +199,10 @@ inline void unpack_dense(const SourceRows& from, size_t k0, size_t k1, RowBlocks
   for (size_t r = 0; r < from.rows; ++r) {
     const uint8_t* src = from.data + r * from.m.row_bytes();
     uint16_t* dst = to.data + r * 32;
-    for (size_t k = k0; k < k1; k += 32, dst += to.stride)
+    for (size_t k = k0; k < k1; k += 32, dst += to.stride) {
+      prefetch(from, src + k * size_of(from.m.type));
       _mm512_store_si512(dst, load_bf16(from.m.type, src, k, k1 - k));
+    }
   }
 }
 

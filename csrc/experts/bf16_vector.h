@@ -1,6 +1,7 @@
 #pragma once
 
-// One token against weight rows with AVX512-BF16 dot products: what a decode step is made of.
+// A few tokens against weight rows with AVX512-BF16 dot products: what decoding is made of. Each
+// row is read once, from its first byte to its last, which is what memory likes best.
 // Included by kernel_amx.cpp only.
 
 #include "experts/bf16_unpack.h"
@@ -16,6 +17,12 @@ inline __m512 dot_bf16(__m512 sum, __m512i a, const uint16_t* b) {
   return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)_mm512_loadu_si512(b));
 }
 
+// Activations of a few tokens: rows of bfloat16, zero from `cols` to whole blocks of 32.
+struct VectorPanel {
+  const uint16_t* data;
+  size_t cols, stride;
+};
+
 // Sum over each group of x, for the biases of affine weights; padded to 16 groups with zeros.
 inline void group_sums(const uint16_t* x, size_t cols, size_t group, float* sums) {
   size_t n = cols / group;
@@ -28,63 +35,91 @@ inline void group_sums(const uint16_t* x, size_t cols, size_t group, float* sums
   for (size_t g = n; g % 16; ++g) sums[g] = 0.f;
 }
 
-inline __m512 dot_group(const uint8_t* src, __m512i table, const uint16_t* x, size_t group) {
-  __m512 sum = _mm512_setzero_ps();
-  for (size_t k = 0; k < group; k += 32)
-    sum = dot_bf16(sum, _mm512_permutexvar_epi16(spread_nibbles(src + k / 2), table), x + k);
-  return sum;
-}
+// What the rows of one matrix share while they are multiplied with a panel.
+struct VectorWork {
+  const Matrix& m;
+  VectorPanel x;
+  size_t groups;  // padded to 16
+  float *scale, *bias, *sums;
+  uint16_t* row;  // an unpacked row
+  __m512i table;  // of 4-bit codes as whole numbers
+};
 
 // 4-bit codes in groups of 32 or more are multiplied as whole numbers, exact in bfloat16; the
-// scale comes after each group, the bias once with the group's sum of x.
-template <size_t group>
-inline float dot_q4(size_t groups, const uint8_t* src, __m512i table, const float* scale,
-                    const float* bias, const uint16_t* x, const float* sums) {
-  __m512 even = _mm512_setzero_ps(), odd = even;
-  size_t g = 0;
-  for (; g + 2 <= groups; g += 2, src += group, x += 2 * group) {
+// scale comes after each group, the bias once with the group's sum of x. out[t * ld].
+template <size_t group, int tokens>
+void dot_q4(const VectorWork& w, const uint8_t* src, float* out, size_t ld) {
+  __m512 total[tokens];
+  for (auto& t : total) t = _mm512_setzero_ps();
+  const uint16_t* x = w.x.data;
+  for (size_t g = 0, n = w.m.groups(); g < n; ++g, src += group / 2, x += group) {
     _mm_prefetch((const char*)src + kAhead, _MM_HINT_T0);
-    __m512 first = dot_group(src, table, x, group);
-    __m512 second = dot_group(src + group / 2, table, x + group, group);
-    even = _mm512_fmadd_ps(first, _mm512_set1_ps(scale[g]), even);
-    odd = _mm512_fmadd_ps(second, _mm512_set1_ps(scale[g + 1]), odd);
+    __m512i codes[group / 32];
+    for (size_t i = 0; i < group / 32; ++i)
+      codes[i] = _mm512_permutexvar_epi16(spread_nibbles(src + 16 * i), w.table);
+    __m512 scale = _mm512_set1_ps(w.scale[g]);
+    for (int t = 0; t < tokens; ++t) {
+      __m512 part = _mm512_setzero_ps();
+      for (size_t i = 0; i < group / 32; ++i)
+        part = dot_bf16(part, codes[i], x + size_t(t) * w.x.stride + 32 * i);
+      total[t] = _mm512_fmadd_ps(part, scale, total[t]);
+    }
   }
-  if (g < groups)
-    even = _mm512_fmadd_ps(dot_group(src, table, x, group), _mm512_set1_ps(scale[g]), even);
-  if (sums)
-    for (g = 0; g < groups; g += 16)
-      odd = _mm512_fmadd_ps(_mm512_loadu_ps(bias + g), _mm512_loadu_ps(sums + g), odd);
-  return _mm512_reduce_add_ps(_mm512_add_ps(even, odd));
+  for (int t = 0; t < tokens; ++t) {
+    if (w.m.biases)
+      for (size_t g = 0; g < w.groups; g += 16)
+        total[t] = _mm512_fmadd_ps(_mm512_loadu_ps(w.bias + g),
+                                   _mm512_loadu_ps(w.sums + size_t(t) * w.groups + g), total[t]);
+    out[size_t(t) * ld] = _mm512_reduce_add_ps(total[t]);
+  }
 }
 
-// out[r] = dot(row row0 + r, x); x is padded to whole blocks of 32 with zeros.
+// Any other format: the row is unpacked, then multiplied.
+template <int tokens>
+void dot_unpacked(const VectorWork& w, const uint8_t* src, float* out, size_t ld) {
+  unpack_rows({w.m, src, 1, w.scale, w.bias, 0, kAhead}, 0, w.m.cols, {w.row, 32});
+  __m512 total[tokens];
+  for (auto& t : total) t = _mm512_setzero_ps();
+  for (size_t k = 0; k < w.m.cols; k += 32) {
+    __m512i row = _mm512_load_si512(w.row + k);
+    for (int t = 0; t < tokens; ++t)
+      total[t] = dot_bf16(total[t], row, w.x.data + size_t(t) * w.x.stride + k);
+  }
+  for (int t = 0; t < tokens; ++t) out[size_t(t) * ld] = _mm512_reduce_add_ps(total[t]);
+}
+
+constexpr size_t kVectorTokens = 2;
+
+using DotRow = void (*)(const VectorWork&, const uint8_t*, float*, size_t);
+
+template <int tokens>
+DotRow dot_row(const Matrix& m, size_t count) {
+  if constexpr (tokens < int(kVectorTokens))
+    if (count > tokens) return dot_row<tokens + 1>(m, count);
+  if (m.mode == Mode::dense || m.bits != 4 || m.group < 32) return dot_unpacked<tokens>;
+  return m.group == 32 ? dot_q4<32, tokens> : m.group == 64 ? dot_q4<64, tokens>
+                                                            : dot_q4<128, tokens>;
+}
+
+// out[t * ld + r] = dot(row row0 + r, token t)
 inline void vector_rows(const Matrix& m, size_t expert, size_t row0, size_t rows,
-                        const uint16_t* x, float* out) {
+                        const VectorPanel& x, size_t tokens, float* out, size_t ld) {
   size_t padded = (m.cols + 31) / 32 * 32;
   size_t groups = m.mode == Mode::dense ? 0 : (m.groups() + 15) / 16 * 16;
-  auto* scale = static_cast<float*>(scratch(2, 3 * groups * sizeof(float) + padded * 2));
-  float *bias = scale + groups, *sums = bias + groups;
-  auto* row = reinterpret_cast<uint16_t*>(sums + groups);
-  bool q4 = m.mode != Mode::dense && m.bits == 4 && m.group >= 32;
-  __m512i table{};
-  if (q4) {
+  auto* scale =
+      static_cast<float*>(scratch(2, (2 + tokens) * groups * sizeof(float) + padded * 2));
+  float* sums = scale + 2 * groups;
+  VectorWork w{m, x, groups, scale, scale + groups, sums, (uint16_t*)(sums + tokens * groups), {}};
+  if (groups) {
     __m512 values = code_values(m);
-    table = round_pair(values, values);
-    if (m.biases) group_sums(x, m.cols, size_t(m.group), sums);
+    w.table = round_pair(values, values);
   }
+  for (size_t t = 0; m.biases && t < tokens; ++t)
+    group_sums(x.data + t * x.stride, m.cols, size_t(m.group), sums + t * groups);
+  DotRow dot = dot_row<1>(m, tokens);
   for (size_t r = 0; r < rows; ++r) {
-    const uint8_t* src = m.row(expert, row0 + r);
-    if (groups) unpack_scales(m, expert, row0 + r, scale, bias);
-    if (q4) {
-      auto* dot = m.group == 32 ? dot_q4<32> : m.group == 64 ? dot_q4<64> : dot_q4<128>;
-      out[r] = dot(m.groups(), src, table, scale, bias, x, m.biases ? sums : nullptr);
-      continue;
-    }
-    unpack_rows({m, src, 1, scale, bias, 0}, 0, m.cols, {row, 32});
-    __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-    for (size_t k = 0; k < padded; k += 32)
-      sum[k / 32 & 1] = dot_bf16(sum[k / 32 & 1], _mm512_load_si512(row + k), x + k);
-    out[r] = _mm512_reduce_add_ps(_mm512_add_ps(sum[0], sum[1]));
+    if (groups) unpack_scales(m, expert, row0 + r, w.scale, w.bias);
+    dot(w, m.row(expert, row0 + r), out + r, ld);
   }
 }
 

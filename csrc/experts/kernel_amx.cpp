@@ -1,4 +1,4 @@
-// bfloat16 tiles for two tokens or more, AVX512-BF16 dot products for one.
+// bfloat16 tiles for many tokens, AVX512-BF16 dot products for a few.
 
 #include <algorithm>
 #include <cstring>
@@ -15,34 +15,52 @@ namespace {
 constexpr size_t kBlockRows = 32;
 // Blocks of 32 columns to unpack at a time: few, so that tiles multiply while the next are being
 // unpacked; or as many as the first-level cache holds, for use by every pair of token tiles.
-constexpr size_t kFewBlocks = 2, kManyBlocks = 16;
+constexpr size_t kFewBlocks = 8, kManyBlocks = 16;
 
 struct Isa {};
 
 size_t column_blocks(size_t cols) { return (cols + 31) / 32; }
 size_t token_tiles(size_t tokens) { return (tokens + 15) / 16; }
 
-// One token is a padded row; more are tiles [token tile][column block][16 pairs][16 tokens][2].
+bool use_vectors(size_t tokens) { return tokens <= kVectorTokens; }
+
+// Rows of a few tokens are a cache line longer, so that no power of two separates them.
+VectorPanel vector_panel(const void* x, size_t cols) {
+  return {static_cast<const uint16_t*>(x), cols, column_blocks(cols) * 32 + 32};
+}
+
+// A few tokens are padded rows; more are tiles
+// [token tile][column block][16 pairs][16 tokens][2].
 size_t panel_bytes(size_t tokens, size_t cols) {
-  return tokens == 1 ? column_blocks(cols) * 64 : token_tiles(tokens) * column_blocks(cols) * 1024;
+  return use_vectors(tokens) ? tokens * vector_panel(nullptr, cols).stride * 2
+                             : token_tiles(tokens) * column_blocks(cols) * 1024;
+}
+
+const void* source_row(const Gather& x, size_t token) {
+  size_t row = x.rows ? size_t(x.rows[token] / x.divide) : token;
+  return static_cast<const char*>(x.base) + row * x.stride * size_of(x.type);
 }
 
 void pack(const Gather& x, size_t tokens, size_t cols, void* panel) {
   auto* to = static_cast<uint16_t*>(panel);
-  size_t lanes = tokens == 1 ? 1 : 16;
+  if (use_vectors(tokens)) {
+    size_t stride = vector_panel(panel, cols).stride;
+    for (size_t t = 0; t < tokens; ++t)
+      for (size_t k = 0; k < cols; k += 32)
+        _mm512_store_si512(to + t * stride + k,
+                           load_bf16(x.type, source_row(x, t), k, cols - k));
+    return;
+  }
   for (size_t t0 = 0; t0 < tokens; t0 += 16) {
     const void* rows[16];
     size_t n = std::min<size_t>(16, tokens - t0);
-    for (size_t t = 0; t < n; ++t) {
-      size_t row = x.rows ? size_t(x.rows[t0 + t] / x.divide) : t0 + t;
-      rows[t] = static_cast<const char*>(x.base) + row * x.stride * size_of(x.type);
-    }
+    for (size_t t = 0; t < n; ++t) rows[t] = source_row(x, t0 + t);
     for (size_t k = 0; k < cols; k += 32) {
       __m512i r[16];
-      for (size_t t = 0; t < lanes; ++t)
+      for (size_t t = 0; t < 16; ++t)
         r[t] = t < n ? load_bf16(x.type, rows[t], k, cols - k) : _mm512_setzero_si512();
-      if (lanes == 16) transpose(r);
-      for (size_t t = 0; t < lanes; ++t, to += 32) _mm512_store_si512(to, r[t]);
+      transpose(r);
+      for (size_t t = 0; t < 16; ++t, to += 32) _mm512_store_si512(to, r[t]);
     }
   }
 }
@@ -72,8 +90,9 @@ class Source {
     for (size_t i = 0; i < 2; ++i, a += kTile) {
       const RowTile& t = tiles_[i];
       size_t at = 16 * i * stride_;
-      SourceRows from{t.m, t.m.row(expert_, t.row0), t.rows, scale_ + at, bias_ + at, stride_};
-      prefetch_next(from, k0, k1);
+      // The next 16 rows lie right behind, and are most often this thread's next work.
+      SourceRows from{t.m,         t.m.row(expert_, t.row0), t.rows, scale_ + at,
+                      bias_ + at, stride_,                  16 * t.m.row_bytes()};
       unpack_rows(from, k0, k1, {a, 2 * kTile});
       if (t.rows < 16)
         for (size_t k = k0, j = 0; k < k1; k += 32, j += 2 * kTile)
@@ -82,17 +101,6 @@ class Source {
   }
 
  private:
-  // The next 16 rows lie right behind, and are most often this thread's next work.
-  static void prefetch_next(const SourceRows& from, size_t k0, size_t k1) {
-    size_t row_bytes = from.m.row_bytes();
-    size_t begin = k0 * row_bytes / from.m.cols, end = k1 * row_bytes / from.m.cols;
-    for (size_t b = (begin + 63) / 64 * 64; b < end; b += 64)
-      for (size_t r = 0; r < from.rows; ++r) {
-        _mm_prefetch((const char*)from.data + r * row_bytes + b + 128, _MM_HINT_T0);
-        _mm_prefetch((const char*)from.data + (16 + r) * row_bytes + b, _MM_HINT_T1);
-      }
-  }
-
   const RowTile* tiles_;
   size_t expert_, stride_ = 0;
   float *scale_, *bias_;
@@ -140,20 +148,26 @@ void store_hidden(const float* h, size_t row0, uint16_t* tile) {
   }
 }
 
-void gate_up_one(const Matrix& gate, const Matrix& up, size_t expert, size_t row0, size_t rows,
-                 const uint16_t* x, uint16_t* h) {
-  alignas(64) float g[kBlockRows] = {}, u[kBlockRows] = {};
-  vector_rows(gate, expert, row0, rows, x, g);
-  vector_rows(up, expert, row0, rows, x, u);
-  swiglu<Isa>(g, u, kBlockRows, g);
-  _mm512_storeu_si512(h + row0, round_pair(_mm512_load_ps(g), _mm512_load_ps(g + 16)));
+void gate_up_vectors(const Matrix& gate, const Matrix& up, size_t expert, size_t row0,
+                     size_t rows, const VectorPanel& x, size_t tokens, uint16_t* h) {
+  alignas(64) float g[kVectorTokens * kBlockRows] = {}, u[kVectorTokens * kBlockRows] = {};
+  vector_rows(gate, expert, row0, rows, x, tokens, g, kBlockRows);
+  vector_rows(up, expert, row0, rows, x, tokens, u, kBlockRows);
+  swiglu<Isa>(g, u, tokens * kBlockRows, g);
+  size_t stride = vector_panel(h, gate.rows).stride;
+  for (size_t t = 0; t < tokens; ++t) {
+    const float* line = g + t * kBlockRows;
+    _mm512_store_si512(h + t * stride + row0,
+                       round_pair(_mm512_load_ps(line), _mm512_load_ps(line + 16)));
+  }
 }
 
 void gate_up(const Matrix& gate, const Matrix& up, size_t expert, size_t row0, size_t rows,
              const void* x, size_t tokens, void* h) {
   auto* xs = static_cast<const uint16_t*>(x);
   auto* hs = static_cast<uint16_t*>(h);
-  if (tokens == 1) return gate_up_one(gate, up, expert, row0, rows, xs, hs);
+  if (use_vectors(tokens))
+    return gate_up_vectors(gate, up, expert, row0, rows, vector_panel(x, gate.cols), tokens, hs);
   size_t stride = column_blocks(gate.rows) * kTile;
   uint16_t* block = hs + row0 / 32 * kTile;
   // Both halves of the 32 columns of h are written, so that padding is zero.
@@ -189,16 +203,19 @@ void store_row(const Scatter& out, size_t token, size_t row0, size_t n, __m512 l
 void project(const Matrix& w, size_t expert, size_t row0, size_t rows, const void* x,
              size_t tokens, const Scatter& out) {
   auto* xs = static_cast<const uint16_t*>(x);
-  alignas(64) float added[kBlockRows] = {}, y[kBlockRows] = {};
+  alignas(64) float added[kBlockRows] = {};
   for (size_t r = 0; r < rows; ++r) added[r] = w.added_to(expert, row0 + r);
   __m512 low_bias = _mm512_load_ps(added), high_bias = _mm512_load_ps(added + 16);
   auto store = [&](size_t token, __m512 low, __m512 high) {
     store_row(out, token, row0, rows, _mm512_add_ps(low, low_bias),
               _mm512_add_ps(high, high_bias));
   };
-  if (tokens == 1) {
-    vector_rows(w, expert, row0, rows, xs, y);
-    return store(0, _mm512_load_ps(y), _mm512_load_ps(y + 16));
+  if (use_vectors(tokens)) {
+    alignas(64) float y[kVectorTokens * kBlockRows] = {};
+    vector_rows(w, expert, row0, rows, vector_panel(x, w.cols), tokens, y, kBlockRows);
+    for (size_t t = 0; t < tokens; ++t)
+      store(t, _mm512_load_ps(y + t * kBlockRows), _mm512_load_ps(y + t * kBlockRows + 16));
+    return;
   }
   size_t first = std::min<size_t>(16, rows);
   RowTile tiles[2] = {{w, row0, first}, {w, row0 + 16, rows - first}};
