@@ -1,5 +1,6 @@
 """The `mlx_moe` command line, against stock mlx-lm commands on the trained example model."""
 
+import gc
 import importlib
 import json
 import logging
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,7 +19,7 @@ import pytest
 from commands import call, command, write_float32
 
 import mlx_moe
-from mlx_moe.cli import main
+from mlx_moe.cli import main, report
 from mlx_moe.cli.benchmark import results
 from mlx_moe.cli.compare import Following
 from mlx_moe.cli.measure import Measurement, Trial, Workload, measure
@@ -130,7 +132,7 @@ def test_run_of_the_stock_benchmark(tiny_model_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     assert "Averages: prompt_tps=" in ran.stdout
     row = next(line for line in ran.stderr.splitlines() if "qwen3_moe " in line).split()
-    assert row[0] == "6" and row[-4:] == ["stock", "0", "0", "0"]
+    assert row[0] == "6" and row[-5:] == ["stock", "0", "0", "0", "0"]
 
 
 def test_run_of_a_chat(tiny_model_path: Path) -> None:
@@ -245,6 +247,19 @@ def test_the_patch_is_undone_when_a_command_fails() -> None:
         assert mlx_lm.utils.load_model is not stock
         raise KeyError
     assert mlx_lm.utils.load_model is stock
+
+
+def test_records_keep_no_model_alive(tiny_model_path: Path) -> None:
+    """A server lets go of one model to load another."""
+    ran: list[report.Record] = []
+    with replaced_models("auto", lambda model: ran.extend(report.records(model))):
+        model, tokenizer = mlx_lm.load(str(tiny_model_path))
+    mx.eval(model(mx.array([tokenizer.encode(PROMPT)])))
+    gone = weakref.ref(model), weakref.ref(model.layers[0].mlp.switch_mlp.gate_proj)
+    del model
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+    assert sum(record.counts()[2] for record in ran) >= LAYERS
 
 
 def test_load_replaces_and_passes_options_on(tiny_model_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from ..loading import Replaced
 
 FACTS = ("family", "experts", "top-k", "weights", "backend")
-COUNTS = ("tokens", "kernel calls", "stock calls")
+COUNTS = ("tokens", "calls", "kernel calls", "fallbacks")
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,13 @@ class Record:
     facts: tuple[str, ...]  # as FACTS
     counters: Any  # None for a layer that was left to stock code
 
-    def counts(self) -> tuple[int, int, int]:
+    def counts(self) -> tuple[int, ...]:
         """As COUNTS."""
         if self.counters is None:
-            return 0, 0, 0
+            return (0,) * len(COUNTS)
         stats = self.counters.as_dict()
-        return stats["tokens"], stats["kernel_calls"], sum(stats["fallbacks"].values())
+        fallbacks = sum(stats["fallbacks"].values())
+        return stats["tokens"], stats["calls"], stats["kernel_calls"], fallbacks
 
     def as_dict(self) -> dict[str, Any]:
         stats = {} if self.counters is None else self.counters.as_dict()
@@ -62,13 +63,13 @@ def write(ran: Sequence[Record], form: str) -> None:
 def summary(ran: Iterable[Record]) -> list[list[str]]:
     """One row for all layers with the same facts: how many, then the tokens that each one saw
     (the most, where they differ) and the calls of all."""
-    groups: dict[tuple[str, ...], list[tuple[int, int, int]]] = {}
+    groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
     for record in ran:
         groups.setdefault(record.facts, []).append(record.counts())
     rows = []
     for facts, counts in groups.items():
-        tokens, kernel_calls, stock_calls = zip(*counts, strict=True)
-        totals = max(tokens), sum(kernel_calls), sum(stock_calls)
+        tokens, *calls = zip(*counts, strict=True)
+        totals = max(tokens), *map(sum, calls)
         rows.append([str(len(counts)), *facts, *map(str, totals)])
     return rows
 
