@@ -108,8 +108,25 @@ struct DotKernel {
     }
   }
 
+  // A stretch of columns at a time, so that the sums stay in the first-level cache.
+  static void combine(const void* y, Scalar y_type, const float* scores, size_t k, size_t cols,
+                      void* out, Scalar out_type) {
+    constexpr size_t kStretch = 256;
+    alignas(64) float row[kStretch], sum[kStretch];
+    for (size_t c = 0; c < cols; c += kStretch) {
+      size_t n = cols - c < kStretch ? cols - c : kStretch;
+      for (size_t i = 0; i < n; ++i) sum[i] = 0.f;
+      for (size_t j = 0; j < k; ++j) {
+        auto* src = static_cast<const uint8_t*>(y) + (j * cols + c) * size_of(y_type);
+        Simd::to_f32(y_type, src, n, row);
+        for (size_t i = 0; i < n; ++i) sum[i] += scores[j] * row[i];
+      }
+      Simd::from_f32(out_type, sum, n, static_cast<uint8_t*>(out) + c * size_of(out_type));
+    }
+  }
+
   static constexpr Kernel kernel(const char* name) {
-    return {name, kBlock, kTokens, panel_bytes, pack, gate_up, project};
+    return {name, kBlock, kTokens, panel_bytes, pack, gate_up, project, combine};
   }
 };
 

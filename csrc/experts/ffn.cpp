@@ -133,18 +133,15 @@ void run_swiglu(const Input& x, const Routing& r, const Matrix& gate, const Matr
   });
 }
 
-void sum_assignments(const void* y, Scalar type, const Input& scores, size_t k, size_t token,
+void sum_assignments(const Kernel& kernel, const Output& y, const Input& scores, size_t token,
                      const Output& out) {
-  size_t d = out.cols;
-  auto* sum = static_cast<float*>(scratch(0, d * sizeof(float)));
-  std::fill_n(sum, d, 0.f);
-  for (size_t j = 0; j < k; ++j) {
-    float s = load_scalar(scores.type, scores.data, token * k + j);
-    auto* row = static_cast<const char*>(y) + (token * k + j) * d * size_of(type);
-    for (size_t i = 0; i < d; ++i) sum[i] += s * load_scalar(type, row, i);
-  }
-  auto* to = static_cast<char*>(out.data) + token * d * size_of(out.type);
-  for (size_t i = 0; i < d; ++i) store_scalar(out.type, to, i, sum[i]);
+  size_t k = scores.cols;
+  auto* weights = static_cast<float*>(scratch(0, k * sizeof(float)));
+  for (size_t j = 0; j < k; ++j)
+    weights[j] = load_scalar(scores.type, scores.data, token * k + j);
+  kernel.combine(static_cast<const char*>(y.data) + token * k * y.cols * size_of(y.type), y.type,
+                 weights, k, y.cols,
+                 static_cast<char*>(out.data) + token * out.cols * size_of(out.type), out.type);
 }
 
 }  // namespace
@@ -172,7 +169,8 @@ void swiglu_combine(const Input& x, const Routing& r, const Input& scores,
     Output po{const_cast<char*>(at(out.data, d * size_of(out.type))), out.type, n, d};
     Output y{scratch(6, n * r.k * d * size_of(x.type)), x.type, n * r.k, d};
     run_swiglu(px, part, gate, up, down, y);
-    auto sum = [&](size_t t) { sum_assignments(y.data, y.type, ps, r.k, t, po); };
+    const Kernel& kernel = kernel_for(chosen_isa(), x.type, gate);
+    auto sum = [&](size_t t) { sum_assignments(kernel, y, ps, t, po); };
     if (n * r.k * d > kAlone) ThreadPool::shared().run(n, sum);
     else for (size_t t = 0; t < n; ++t) sum(t);
   }

@@ -39,6 +39,9 @@ struct Kernel {
   // out[:, row0 : row0 + rows] = w . x + added
   void (*project)(const Matrix& w, size_t expert, size_t row0, size_t rows, const void* x,
                   size_t tokens, const Scatter& out);
+  // out [cols] = the sum of k rows [k, cols] of y weighted by scores [k], in float32
+  void (*combine)(const void* y, Scalar y_type, const float* scores, size_t k, size_t cols,
+                  void* out, Scalar out_type);
 };
 
 // The kernel that multiplies w with activations of this type; `isa` as in usable_isas().

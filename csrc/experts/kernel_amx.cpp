@@ -235,8 +235,22 @@ void project(const Matrix& w, size_t expert, size_t row0, size_t rows, const voi
   });
 }
 
+void combine(const void* y, Scalar y_type, const float* scores, size_t k, size_t cols, void* out,
+             Scalar out_type) {
+  for (size_t c = 0; c < cols; c += 32) {
+    __m512 low = _mm512_setzero_ps(), high = low;
+    for (size_t j = 0; j < k; ++j) {
+      __m512 s = _mm512_set1_ps(scores[j]);
+      size_t at = j * cols + c, rest = cols - c;
+      low = _mm512_fmadd_ps(s, load_f32(y_type, y, at, rest), low);
+      if (rest > 16) high = _mm512_fmadd_ps(s, load_f32(y_type, y, at + 16, rest - 16), high);
+    }
+    store_row({out, out_type, nullptr, 0}, 0, c, cols - c, low, high);
+  }
+}
+
 }  // namespace
 
-const Kernel amx_kernel = {"amx", kBlockRows, 512, panel_bytes, pack, gate_up, project};
+const Kernel amx_kernel = {"amx", kBlockRows, 512, panel_bytes, pack, gate_up, project, combine};
 
 }  // namespace mlx_moe

@@ -11,9 +11,8 @@ static inline float bf16_to_f32(uint16_t h) { return __builtin_bit_cast(float, u
 
 // Round to nearest even; a NaN stays a quiet NaN.
 static inline uint16_t f32_to_bf16(float f) {
-  uint32_t u = __builtin_bit_cast(uint32_t, f);
-  if ((u & 0x7fffffff) > 0x7f800000) return uint16_t((u >> 16) | 0x40);
-  return uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+  uint32_t u = __builtin_bit_cast(uint32_t, f), rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  return uint16_t((u & 0x7fffffff) > 0x7f800000 ? (u >> 16) | 0x40 : rounded);
 }
 
 static inline float f16_to_f32(uint16_t h) {
