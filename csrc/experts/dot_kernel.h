@@ -59,9 +59,47 @@ struct DotKernel {
     if constexpr (tokens > 1) rest<tokens - 1>(n, w, x, k, stride, out, ld);
   }
 
+  static bool affine_q4(const Matrix& m) { return m.mode == Mode::affine && m.bits == 4; }
+
+  // One token against affine 4-bit rows, without unpacking them: codes times x, the scale after
+  // each group, the bias once with the group's sum of x. Bytes hold columns 2i and 2i + 1.
+  static void vector_q4(const Matrix& m, size_t expert, size_t row0, size_t rows, const float* x,
+                        float* out) {
+    size_t half = m.cols / 2, groups = m.groups(), bytes = size_t(m.group) / 2;
+    size_t pad = padded(groups);
+    auto* even = static_cast<float*>(scratch(4, (2 * half + 3 * pad) * sizeof(float)));
+    float *odd = even + half, *sums = odd + half, *scale = sums + pad, *bias = scale + pad;
+    for (size_t i = 0; i < half; ++i) even[i] = x[2 * i], odd[i] = x[2 * i + 1];
+    for (size_t g = 0; g < pad; ++g) sums[g] = bias[g] = 0.f;
+    for (size_t g = 0; g < groups; ++g) {
+      auto sum = Simd::zero();
+      for (size_t i = g * bytes; i < (g + 1) * bytes; i += Simd::width)
+        sum = Simd::add(sum, Simd::add(Simd::load(even + i), Simd::load(odd + i)));
+      sums[g] = Simd::sum(sum);
+    }
+    for (size_t r = 0; r < rows; ++r) {
+      unpack_scales<Simd>(m, expert, row0 + r, scale, bias);
+      const uint8_t* src = m.row(expert, row0 + r);
+      auto total = Simd::zero();
+      for (size_t g = 0, i = 0; g < groups; ++g) {
+        auto low = Simd::zero(), high = Simd::zero();
+        for (size_t end = i + bytes; i < end; i += Simd::width) {
+          auto codes = Simd::nibble_pairs(src + i);
+          low = Simd::fma(codes.low, Simd::load(even + i), low);
+          high = Simd::fma(codes.high, Simd::load(odd + i), high);
+        }
+        total = Simd::fma(Simd::add(low, high), Simd::broadcast(scale[g]), total);
+      }
+      for (size_t g = 0; g < groups; g += Simd::width)
+        total = Simd::fma(Simd::load(bias + g), Simd::load(sums + g), total);
+      out[r] = Simd::sum(total);
+    }
+  }
+
   // out [rows, tokens]
   static void product(const Matrix& m, size_t expert, size_t row0, size_t rows, const float* x,
                       size_t tokens, float* out) {
+    if (tokens == 1 && affine_q4(m)) return vector_q4(m, expert, row0, rows, x, out);
     size_t k = padded(m.cols), stride = row_stride(m.cols);
     auto* unpacked = static_cast<float*>(scratch(2, kRows * stride * sizeof(float)));
     constexpr size_t step = Simd::tokens;
@@ -72,7 +110,8 @@ struct DotKernel {
         w[i] = i < have ? unpack_row<Simd>(m, expert, row0 + r + i, k, unpacked + i * stride) : w[0];
       float* to = out + r * tokens;
       size_t t = 0;
-      for (; t + step <= tokens; t += step) dots<Simd::tokens>(w, x + t * stride, k, stride, to + t, tokens);
+      for (; t + step <= tokens; t += step)
+        dots<Simd::tokens>(w, x + t * stride, k, stride, to + t, tokens);
       if (t < tokens)
         rest<Simd::tokens - 1>(tokens - t, w, x + t * stride, k, stride, to + t, tokens);
     }

@@ -14,6 +14,16 @@ struct Simd {
   static V zero() { return _mm512_setzero_ps(); }
   static V load(const float* p) { return _mm512_loadu_ps(p); }
   static V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+  static V add(V a, V b) { return _mm512_add_ps(a, b); }
+  static V broadcast(float f) { return _mm512_set1_ps(f); }
+  struct Pair {
+    V low, high;
+  };
+  static Pair nibble_pairs(const uint8_t* src) {
+    __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(src)));
+    return {_mm512_cvtepi32_ps(_mm512_and_si512(b, _mm512_set1_epi32(15))),
+            _mm512_cvtepi32_ps(_mm512_srli_epi32(b, 4))};
+  }
   static float sum(V v) { return _mm512_reduce_add_ps(v); }
 
   static void to_f32(Scalar type, const void* src, size_t n, float* dst) {
@@ -34,8 +44,12 @@ struct Simd {
   }
 
   static void from_f32(Scalar type, const float* src, size_t n, void* dst) {
-    if (type != Scalar::f16) {
-      for (size_t i = 0; i < n; ++i) store_scalar(type, dst, i, src[i]);
+    if (type == Scalar::f32) {
+      for (size_t i = 0; i < n; ++i) static_cast<float*>(dst)[i] = src[i];
+      return;
+    }
+    if (type == Scalar::bf16) {
+      for (size_t i = 0; i < n; ++i) static_cast<uint16_t*>(dst)[i] = f32_to_bf16(src[i]);
       return;
     }
     for (size_t i = 0; i < n; i += 16) {

@@ -14,6 +14,17 @@ struct Simd {
   static V zero() { return vdupq_n_f32(0.f); }
   static V load(const float* p) { return vld1q_f32(p); }
   static V fma(V a, V b, V c) { return vfmaq_f32(c, a, b); }
+  static V add(V a, V b) { return vaddq_f32(a, b); }
+  static V broadcast(float f) { return vdupq_n_f32(f); }
+  struct Pair {
+    V low, high;
+  };
+  static Pair nibble_pairs(const uint8_t* src) {
+    uint32_t four;
+    __builtin_memcpy(&four, src, 4);
+    uint32x4_t b = vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
+    return {vcvtq_f32_u32(vandq_u32(b, vdupq_n_u32(15))), vcvtq_f32_u32(vshrq_n_u32(b, 4))};
+  }
   static float sum(V v) { return vaddvq_f32(v); }
 
   static void to_f32(Scalar type, const void* src, size_t n, float* dst) {

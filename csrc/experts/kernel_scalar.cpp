@@ -12,6 +12,12 @@ struct Simd {
   static V zero() { return 0.f; }
   static V load(const float* p) { return *p; }
   static V fma(V a, V b, V c) { return a * b + c; }
+  static V add(V a, V b) { return a + b; }
+  static V broadcast(float f) { return f; }
+  struct Pair {
+    V low, high;
+  };
+  static Pair nibble_pairs(const uint8_t* src) { return {float(*src & 15), float(*src >> 4)}; }
   static float sum(V v) { return v; }
 
   static void to_f32(Scalar type, const void* src, size_t n, float* dst) {
