@@ -3,6 +3,12 @@
 // The kernel that multiplies by dot products: weight rows are unpacked to float32 and multiplied
 // with float32 activations, both along the columns. Included by the one-ISA files only.
 
+#if defined(MLX_MOE_ACCELERATE)
+#include <Accelerate/Accelerate.h>
+#elif defined(MLX_MOE_CBLAS)  // the same calls from any BLAS, to test them off Apple
+#include <cblas.h>
+#endif
+
 #include "experts/activation.h"
 #include "experts/kernel.h"
 #include "experts/unpack.h"
@@ -96,10 +102,29 @@ struct DotKernel {
     }
   }
 
+#if defined(MLX_MOE_ACCELERATE) || defined(MLX_MOE_CBLAS)
+  // Apple's matrix units are reached through Accelerate only; worth it from a few tokens on.
+  static void blas_product(const Matrix& m, size_t expert, size_t row0, size_t rows,
+                           const float* x, size_t tokens, float* out) {
+    size_t k = padded(m.cols), stride = row_stride(m.cols);
+    auto* w = static_cast<float*>(scratch(2, rows * stride * sizeof(float)));
+    for (size_t r = 0; r < rows; ++r) {
+      float* to = w + r * stride;
+      const float* row = unpack_row<Simd>(m, expert, row0 + r, k, to);
+      for (size_t i = 0; row != to && i < k; ++i) to[i] = row[i];
+    }
+    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, int(rows), int(tokens), int(k), 1.f, w,
+                int(stride), x, int(stride), 0.f, out, int(tokens));
+  }
+#endif
+
   // out [rows, tokens]
   static void product(const Matrix& m, size_t expert, size_t row0, size_t rows, const float* x,
                       size_t tokens, float* out) {
     if (tokens == 1 && affine_q4(m)) return vector_q4(m, expert, row0, rows, x, out);
+#if defined(MLX_MOE_ACCELERATE) || defined(MLX_MOE_CBLAS)
+    if (tokens >= 4) return blas_product(m, expert, row0, rows, x, tokens, out);
+#endif
     size_t k = padded(m.cols), stride = row_stride(m.cols);
     auto* unpacked = static_cast<float*>(scratch(2, kRows * stride * sizeof(float)));
     constexpr size_t step = Simd::tokens;
