@@ -262,16 +262,19 @@ def test_records_keep_no_model_alive(tiny_model_path: Path) -> None:
     assert sum(record.counts()[2] for record in ran) >= LAYERS
 
 
-def test_load_replaces_and_passes_options_on(tiny_model_path: Path) -> None:
+def test_load_replaces_and_passes_options_on(tiny_model_path: Path, float32_model: Path) -> None:
     model, tokenizer, config = load(tiny_model_path, return_config=True, lazy=True)
     stock, _ = mlx_lm.load(str(tiny_model_path))
-    tokens = mx.array([tokenizer.encode(PROMPT)])
+    exact, _ = mlx_lm.load(str(float32_model))
     assert config["model_type"] == "qwen3_moe"
     assert type(model.layers[0].mlp.switch_mlp) is not type(stock.layers[0].mlp.switch_mlp)
     assert isinstance(model.layers[0].mlp.switch_mlp, type(stock.layers[0].mlp.switch_mlp))
-    difference = mx.linalg.norm((model(tokens) - stock(tokens)).astype(mx.float32))
-    scale = mx.linalg.norm(stock(tokens).astype(mx.float32))
-    assert 0 < (difference / scale).item() < 0.05
+    # Enough text: over a few tokens one expert chosen differently outweighs all rounding.
+    text = (tiny_model_path.parent / "prompt.txt").read_text()
+    tokens = mx.array([tokenizer.encode(text)[:128]])
+    expected = exact(tokens)
+    ours, theirs = (mx.linalg.norm(m(tokens) - expected).item() for m in (model, stock))
+    assert 0 < ours <= 1.5 * theirs
 
 
 class Dense(nn.Module):
