@@ -6,6 +6,9 @@
 
 #include "support/error.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 #if defined(__linux__)
 #include <sched.h>
 #include <sys/syscall.h>
@@ -27,10 +30,16 @@ bool tiles_allowed() {
 #endif
 }
 
-bool has_amx() {
-  // CPUID leaf 7: EDX bit 22 is amx-bf16, bit 24 amx-tile.
-  unsigned a = 7, b = 0, c = 0, d = 0;
-  __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+unsigned cpuid(unsigned leaf, char reg) {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid_count(leaf, 0, &a, &b, &c, &d)) return 0;
+  return reg == 'c' ? c : d;
+}
+
+bool has_f16c() { return cpuid(1, 'c') >> 29 & 1; }
+
+bool has_amx() {  // amx-bf16 and amx-tile
+  unsigned d = cpuid(7, 'd');
   return (d >> 22 & 1) && (d >> 24 & 1) && tiles_allowed();
 }
 #endif
@@ -39,8 +48,7 @@ std::vector<std::string> detect() {
   std::vector<std::string> isas;
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-              __builtin_cpu_supports("f16c");
+  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   bool amx = avx512 && __builtin_cpu_supports("avx512vbmi") &&
