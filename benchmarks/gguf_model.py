@@ -86,12 +86,12 @@ def add_layer(writer: gguf.GGUFWriter, shape: Shape, fmt: str, layer: int) -> No
     silent = q4_0(rng, d, HEAD, scale=0.0)
     writer.add_tensor(f"{block}attn_output.weight", silent, raw_dtype=TYPES.Q4_0)
     writer.add_tensor(f"{block}ffn_gate_inp.weight", router(shape, layer).astype(np.float16))
-    for name, size, scale in (
+    for name, sizes, scale in (
         ("ffn_gate_exps", (e, h, d), 1.0),
         ("ffn_up_exps", (e, h, d), 1.0),
         ("ffn_down_exps", (e, d, h), 0.005),
     ):
-        data, kind = experts(rng, fmt, *size, scale=scale)
+        data, kind = experts(rng, fmt, *sizes, scale=scale)
         writer.add_tensor(f"{block}{name}.weight", data, raw_dtype=kind)
 
 

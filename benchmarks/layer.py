@@ -15,6 +15,7 @@ import argparse
 import statistics
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from workload import BITS_PER_WEIGHT, SHAPES, active_experts, layers_beyond_cach
 
 STOCK = {"stock", "stock-bf16"}
 COMPARATORS = {"llama": "llama.py", "kt": "kt.py", "stock": "stock.py", "stock-bf16": "stock.py"}
+COLUMNS = ("tokens", "who", "time", "spread", "a token", "GFLOP/s", "of floor", "ratio", "rounds")
 TURN_TOKENS = 128  # tokens in one turn, so that short calls are averaged over many
 
 
@@ -51,14 +53,10 @@ def options_of(argv: list[str] | None = None) -> argparse.Namespace:
         help=f"any of {', '.join(COMPARATORS)}; kt@1 is kt with one thread",
     )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=7, help="rounds")
-    parser.add_argument(
-        "--stock-repeats", type=int, default=1, help="rounds that stock takes part in"
-    )
+    parser.add_argument("--stock-repeats", type=int, default=1, help="rounds with stock")
     parser.add_argument("--layers", type=int, help="default: beyond twice the last-level cache")
     parser.add_argument("--quick", action="store_true", help="three rounds, stock one")
-    parser.add_argument(
-        "--check", action="store_true", help="exit 1 where time per token rises > 5 %%"
-    )
+    parser.add_argument("--check", action="store_true", help="exit 1 on a cliff of > 5 %%")
     parser.add_argument("--bench-python", default=sys.executable, help="python of llama and kt")
     parser.add_argument("--cache", default=str(Path(tempfile.gettempdir()) / "mlx-moe-bench"))
     parser.add_argument("--json")
@@ -138,17 +136,6 @@ def report(
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
-    header = [
-        "tokens",
-        "who",
-        "time",
-        "spread",
-        "a token",
-        "GFLOP/s",
-        "of floor",
-        "ratio",
-        "rounds",
-    ]
     cells = [
         [
             row["tokens"],
@@ -163,7 +150,7 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
         ]
         for row in rows
     ]
-    print(table(header, cells))
+    print(table(COLUMNS, cells))
 
 
 def cliffs(rows: list[dict[str, Any]], name: str) -> list[str]:
@@ -171,7 +158,7 @@ def cliffs(rows: list[dict[str, Any]], name: str) -> list[str]:
     mine = sorted((r["tokens"], r["median"] / r["tokens"]) for r in rows if r["contestant"] == name)
     return [
         f"{name}: a token takes {100 * (after / before - 1):.0f} % longer at {b} tokens than at {a}"
-        for (a, before), (b, after) in zip(mine, mine[1:], strict=False)
+        for (a, before), (b, after) in pairwise(mine)
         if after > 1.05 * before
     ]
 

@@ -114,6 +114,8 @@ def _path() -> str:
 
 @contextmanager
 def closing(contestants: dict[str, Contestant]) -> Iterator[dict[str, Contestant]]:
+    """Ends them in the end, also when this process is told to (a stopped one would stay)."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         yield contestants
     finally:

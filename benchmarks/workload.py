@@ -69,7 +69,7 @@ def active_experts(shape: Shape, routing: str, tokens: int, samples: int = 8) ->
 
 
 def layers_beyond_cache(shape: Shape, fmt: str, cache_bytes: int) -> int:
-    """Layers whose weights together exceed twice the last-level cache, so none is re-read from it."""
+    """Layers that together exceed twice the last-level cache: no weight is re-read from it."""
     return int(2 * cache_bytes // shape.layer_bytes(fmt)) + 1
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_moe import core
 from weights import Layer, random_layer
 from worker import Sample, serve
 from workload import SHAPES, random_rows, route
+
+from mlx_moe import core
 
 ROW_DTYPE = {"q4": mx.bfloat16, "bf16": mx.bfloat16, "f32": mx.float32}
 
