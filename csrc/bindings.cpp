@@ -39,6 +39,15 @@ Routing routing(const Array& ids) {
   return {data, tokens, k};
 }
 
+// Scores in any shape with a value an assignment, such as [.., k, 1].
+Input score_rows(const Array& scores, const Routing& r) {
+  require_contiguous(scores, "scores");
+  require(scores.size() == r.tokens * r.k, "scores have shape " + shape_of(scores) + ", expected " +
+                                               std::to_string(r.tokens) + " x " +
+                                               std::to_string(r.k));
+  return {scores.data(), scalar_type(scores, "scores"), r.tokens, r.k};
+}
+
 // A Matrix and the arrays that it reads.
 struct HeldMatrix {
   Matrix m;
@@ -184,7 +193,7 @@ void bind_experts(nb::module_& m) {
          const HeldMatrix& up, const HeldMatrix& down, const OutArray& out) {
         auto in = input(x, "x");
         auto r = routing(ids);
-        auto s = input(scores, "scores");
+        auto s = score_rows(scores, r);
         auto y = output(out);
         count_call("swiglu_combine");
         nb::gil_scoped_release free;
@@ -192,7 +201,8 @@ void bind_experts(nb::module_& m) {
       },
       "x"_a, "ids"_a, "scores"_a, "gate"_a, "up"_a, "down"_a, "out"_a,
       "out[T, D] = the sum of swiglu's rows weighted by scores [T, k], in float32.\n\n"
-      "Arguments and errors as for swiglu; scores: float32, float16 or bfloat16.");
+      "Arguments and errors as for swiglu; scores: float32, float16 or bfloat16, also [T, k, 1].\n"
+      "Leading dimensions of x, ids, scores and out may be several; they count as one, T.");
   m.def(
       "grouped",
       [](const Array& x, const Array& ids, const HeldMatrix& matrix, const OutArray& out) {
@@ -243,7 +253,7 @@ void require_contiguous(const Array& a, const char* what) {
     ok = ok && (a.shape(i) == 1 || a.stride(i) == expected);
     expected *= int64_t(a.shape(i));
   }
-  require(ok || expected == 0, std::string(what) + " must be row-contiguous");
+  if (!ok && expected != 0) throw NotContiguous(std::string(what) + " must be row-contiguous");
 }
 
 void require_shape(const Array& a, size_t ndim, const char* what) {
@@ -268,12 +278,16 @@ void count_call(const char* function) {
 
 NB_MODULE(_core, m) {
   using namespace mlx_moe;
+  static auto raise = [](const char* name, const Error& e) {
+    PyErr_SetString(nb::module_::import_("mlx_moe.errors").attr(name).ptr(), e.what());
+  };
   nb::register_exception_translator([](const std::exception_ptr& p, void*) {
     try {
       std::rethrow_exception(p);
+    } catch (const NotContiguous& e) {
+      raise("NotContiguous", e);
     } catch (const Error& e) {
-      auto type = nb::module_::import_("mlx_moe.errors").attr("InvalidArgument");
-      PyErr_SetString(type.ptr(), e.what());
+      raise("InvalidArgument", e);
     }
   });
   m.def("isa", &chosen_isa, "The instruction set in use: amx, avx512, avx2, neon or scalar.");

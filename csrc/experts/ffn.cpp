@@ -16,7 +16,8 @@ namespace {
 
 constexpr size_t kWaveBytes = 96 << 20;     // panels that exist at one time
 constexpr size_t kChunkTokens = 2048;       // tokens whose y is held for the weighted sum
-constexpr size_t kAlone = 64 << 10;         // panel bytes that are not worth waking a thread for
+constexpr size_t kAlone = 64 << 10;         // panel bytes or sums not worth waking a thread for
+constexpr size_t kAloneProducts = 1 << 18;  // and products
 
 // A bucket, or a part of one: tokens of one expert that share a panel.
 struct Unit {
@@ -31,24 +32,30 @@ size_t blocks(size_t rows, const Kernel& kernel) {
 
 size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// Runs fn(unit, first row, rows) over every block of `rows` weight rows of every unit.
+// Work that is done before another thread would wake up stays on this one.
 template <class Fn>
-void for_blocks(const Kernel& kernel, const std::vector<Unit>& units, size_t rows, Fn&& fn) {
-  size_t each = blocks(rows, kernel);
-  ThreadPool::shared().run(units.size() * each, [&](size_t i) {
+void run(size_t n, bool alone, Fn&& fn) {
+  if (!alone) return ThreadPool::shared().run(n, fn);
+  for (size_t i = 0; i < n; ++i) fn(i);
+}
+
+// Runs fn(unit, first row, rows) over every block of w's rows for every unit.
+template <class Fn>
+void for_blocks(const Kernel& kernel, const std::vector<Unit>& units, const Matrix& w, Fn&& fn) {
+  size_t each = blocks(w.rows, kernel), tokens = 0;
+  for (const Unit& u : units) tokens += u.tokens;
+  run(units.size() * each, tokens * w.rows * w.cols < kAloneProducts, [&](size_t i) {
     size_t row = i % each * kernel.block_rows;
-    fn(units[i / each], row, std::min(kernel.block_rows, rows - row));
+    fn(units[i / each], row, std::min(kernel.block_rows, w.rows - row));
   });
 }
 
 void pack_panels(const Kernel& kernel, const std::vector<Unit>& units, const Input& x,
                  int32_t divide, size_t bytes) {
-  auto pack = [&](size_t i) {
+  run(units.size(), bytes < kAlone, [&](size_t i) {
     Gather rows{x.data, x.type, units[i].rows, x.cols, divide};
     kernel.pack(rows, units[i].tokens, x.cols, units[i].x);
-  };
-  if (bytes > kAlone) return ThreadPool::shared().run(units.size(), pack);
-  for (size_t i = 0; i < units.size(); ++i) pack(i);
+  });
 }
 
 // Cuts the buckets into units and hands them out in waves whose panels fit the limit.
@@ -124,10 +131,10 @@ void run_swiglu(const Input& x, const Routing& r, const Matrix& gate, const Matr
   Buckets b(r, gate.experts);
   for_waves(kernel, b.order, b.offsets, gate.cols, gate.rows, [&](auto& units, size_t bytes) {
     pack_panels(kernel, units, x, int32_t(r.k), bytes);
-    for_blocks(kernel, units, gate.rows, [&](const Unit& u, size_t row, size_t rows) {
+    for_blocks(kernel, units, gate, [&](const Unit& u, size_t row, size_t rows) {
       kernel.gate_up(gate, up, u.expert, row, rows, u.x, u.tokens, u.h);
     });
-    for_blocks(kernel, units, down.rows, [&](const Unit& u, size_t row, size_t rows) {
+    for_blocks(kernel, units, down, [&](const Unit& u, size_t row, size_t rows) {
       kernel.project(down, u.expert, row, rows, u.h, u.tokens, {y.data, y.type, u.rows, y.cols});
     });
   });
@@ -157,7 +164,6 @@ void swiglu_combine(const Input& x, const Routing& r, const Input& scores,
                     const Matrix& gate, const Matrix& up, const Matrix& down, const Output& out) {
   check_swiglu(x, r, gate, up, down);
   check_rows(out, r.tokens, down.rows);
-  require(scores.rows == r.tokens && scores.cols == r.k, "scores and ids differ in shape");
   for (size_t t0 = 0; t0 < r.tokens; t0 += kChunkTokens) {
     size_t n = std::min(kChunkTokens, r.tokens - t0), d = down.rows;
     auto at = [&](const void* p, size_t row_bytes) {
@@ -170,9 +176,7 @@ void swiglu_combine(const Input& x, const Routing& r, const Input& scores,
     Output y{scratch(6, n * r.k * d * size_of(x.type)), x.type, n * r.k, d};
     run_swiglu(px, part, gate, up, down, y);
     const Kernel& kernel = kernel_for(chosen_isa(), x.type, gate);
-    auto sum = [&](size_t t) { sum_assignments(kernel, y, ps, t, po); };
-    if (n * r.k * d > kAlone) ThreadPool::shared().run(n, sum);
-    else for (size_t t = 0; t < n; ++t) sum(t);
+    run(n, n * r.k * d < kAlone, [&](size_t t) { sum_assignments(kernel, y, ps, t, po); });
   }
 }
 
@@ -188,7 +192,7 @@ void grouped(const Input& x, const Routing& r, const Matrix& w, const Output& y)
   Buckets b(r, w.experts);
   for_waves(kernel, b.order, b.offsets, w.cols, 0, [&](auto& units, size_t bytes) {
     pack_panels(kernel, units, x, divide, bytes);
-    for_blocks(kernel, units, w.rows, [&](const Unit& u, size_t row, size_t rows) {
+    for_blocks(kernel, units, w, [&](const Unit& u, size_t row, size_t rows) {
       kernel.project(w, u.expert, row, rows, u.x, u.tokens, {y.data, y.type, u.rows, y.cols});
     });
   });
@@ -203,7 +207,7 @@ void linear(const Input& x, const Matrix& w, const Output& y) {
   for (size_t i = 0; i < x.rows; ++i) order[i] = int32_t(i);
   for_waves(kernel, order, offsets, w.cols, 0, [&](auto& units, size_t bytes) {
     pack_panels(kernel, units, x, 1, bytes);
-    for_blocks(kernel, units, w.rows, [&](const Unit& u, size_t row, size_t rows) {
+    for_blocks(kernel, units, w, [&](const Unit& u, size_t row, size_t rows) {
       kernel.project(w, 0, row, rows, u.x, u.tokens, {y.data, y.type, u.rows, y.cols});
     });
   });

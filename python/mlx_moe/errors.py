@@ -9,6 +9,10 @@ class InvalidArgument(MoEError, ValueError):
     """An argument's shape, dtype or value cannot be used."""
 
 
+class NotContiguous(InvalidArgument):
+    """An array's rows do not follow each other in memory; `mx.contiguous` mends that."""
+
+
 class UnsupportedLayer(MoEError, TypeError):
     """A layer's format or activation is not implemented."""
 
