@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -129,6 +130,22 @@ def test_float32(family: Family) -> None:
     assert [type(m) for _, m in switches(model)] == kinds
     again = _forwards(model)
     assert all(mx.array_equal(again[name], stock[name]) for name in stock)
+
+
+@pytest.mark.parametrize("name", ["bailing_hybrid", "bailing_moe", "bailing_moe_linear"])
+def test_biases(name: str) -> None:
+    """SwiGLU experts with biases, which these three have by choice: three grouped products."""
+    (family,) = (f for f in FAMILIES if f.name == name)
+    biased = replace(
+        family, config={**family.config, "use_bias": True}, calls={"grouped": 3 * family.layers}
+    )
+    model = build(biased)
+    assert all("bias" in m.gate_proj for _, m in switches(model))
+    stock = _forwards(model)
+    before = core.calls()
+    replacement = replace_moe_layers(model, backend="cpu")
+    assert _worst(_forwards(model), stock) < FLOAT32_ERROR
+    _assert_all_kernels(biased, replacement, before)
 
 
 def _recorded(model: nn.Module) -> dict[str, list[tuple[tuple, mx.array]]]:
