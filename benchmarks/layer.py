@@ -35,7 +35,7 @@ from workload import BITS_PER_WEIGHT, SHAPES, active_experts, layers_beyond_cach
 STOCK = {"stock", "stock-bf16"}
 COMPARATORS = {"llama": "llama.py", "kt": "kt.py", "stock": "stock.py", "stock-bf16": "stock.py"}
 COLUMNS = ("tokens", "who", "time", "spread", "a token", "GFLOP/s", "of floor", "ratio", "rounds")
-TURN_TOKENS = 128  # tokens in one turn, so that short calls are averaged over many
+TURN_TOKENS = 64  # tokens in one turn, so that short calls are averaged over many
 
 
 def options_of(argv: list[str] | None = None) -> argparse.Namespace:
