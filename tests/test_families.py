@@ -132,13 +132,21 @@ def test_float32(family: Family) -> None:
     assert all(mx.array_equal(again[name], stock[name]) for name in stock)
 
 
-@pytest.mark.parametrize("name", ["bailing_hybrid", "bailing_moe", "bailing_moe_linear"])
+BIASES = {
+    "bailing_hybrid": "use_bias",
+    "bailing_moe": "use_bias",
+    "bailing_moe_linear": "use_bias",
+    "ernie4_5_moe": "use_bias",
+    "olmoe": "mlp_bias",
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
 def test_biases(name: str) -> None:
-    """SwiGLU experts with biases, which these three have by choice: three grouped products."""
+    """SwiGLU experts with biases, which these families have by choice: three grouped products."""
     (family,) = (f for f in FAMILIES if f.name == name)
-    biased = replace(
-        family, config={**family.config, "use_bias": True}, calls={"grouped": 3 * family.layers}
-    )
+    config = {**family.config, BIASES[name]: True}
+    biased = replace(family, config=config, calls={"grouped": 3 * family.layers})
     model = build(biased)
     assert all("bias" in m.gate_proj for _, m in switches(model))
     stock = _forwards(model)
