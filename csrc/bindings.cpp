@@ -171,7 +171,27 @@ void bind_matrix(nb::module_& m) {
       .def_prop_ro("nbytes", &matrix_bytes);
 }
 
+nb::dlpack::dtype dtype_of(const std::string& name) {
+  auto half = uint8_t(nb::dlpack::dtype_code::Float), brain = uint8_t(nb::dlpack::dtype_code::Bfloat);
+  if (name == "float32") return nb::dtype<float>();
+  if (name == "float16") return {half, 16, 1};
+  if (name == "bfloat16") return {brain, 16, 1};
+  throw Error("dtype " + name + " is none of float32, float16, bfloat16");
+}
+
+nb::ndarray<nb::array_api, nb::device::cpu> empty(const std::vector<size_t>& shape, const std::string& dtype) {
+  auto type = dtype_of(dtype);
+  size_t bytes = type.bits / 8;
+  for (size_t n : shape) bytes *= n;
+  auto* data = new char[bytes ? bytes : 1];
+  nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<char*>(p); });
+  return {data, shape.size(), shape.data(), owner, nullptr, type};
+}
+
 void bind_experts(nb::module_& m) {
+  m.def("empty", &empty, "shape"_a, "dtype"_a,
+        "An uninitialised row-contiguous buffer of float32, float16 or bfloat16, to write into as\n"
+        "`out`. mx.array copies it, which for a small result beats evaluating mx.zeros.");
   m.def(
       "swiglu",
       [](const Array& x, const Array& ids, const HeldMatrix& gate, const HeldMatrix& up,
@@ -226,6 +246,19 @@ void bind_experts(nb::module_& m) {
         linear(in, matrix.m, y);
       },
       "x"_a, "matrix"_a, "out"_a, "out[M, N] = x[M, K] times a single matrix. Errors as for swiglu.");
+  m.def(
+      "softmax",
+      [](const OutArray& scores, float scale, size_t period, const OutArray& out) {
+        auto in = output(scores);
+        auto y = output(out);
+        count_call("softmax");
+        nb::gil_scoped_release free;
+        softmax(in, scale, period, y);
+      },
+      "scores"_a, "scale"_a, "period"_a, "out"_a,
+      "out[R, n] = softmax(scale * scores) by rows; float32 scores, which are overwritten.\n\n"
+      "period 0: no mask. Else rows are runs of `period` causal queries, of which the last sees\n"
+      "all n values, the one before it n - 1, and so on; what a row does not see is zero.");
 }
 
 }  // namespace

@@ -36,4 +36,27 @@ static inline void swiglu(const float* gate, const float* up, size_t n, float* h
   }
 }
 
+// p [n] = softmax(scale * p[0 : seen]), zero beyond
+template <class Simd>
+static inline void softmax(float* p, size_t n, size_t seen, float scale) {
+  constexpr size_t lanes = 16;  // partial results, so that compilers may use vectors
+  float top[lanes], sum[lanes];
+  for (size_t j = 0; j < lanes; ++j) top[j] = -__builtin_inff(), sum[j] = 0.f;
+  size_t whole = seen / lanes * lanes;
+  for (size_t i = 0; i < whole; i += lanes)
+    for (size_t j = 0; j < lanes; ++j) top[j] = p[i + j] > top[j] ? p[i + j] : top[j];
+  for (size_t i = whole; i < seen; ++i) top[0] = p[i] > top[0] ? p[i] : top[0];
+  float highest = top[0];
+  for (size_t j = 1; j < lanes; ++j) highest = top[j] > highest ? top[j] : highest;
+  for (size_t i = 0; i < seen; ++i) p[i] = fast_exp<Simd>(scale * (p[i] - highest));
+  for (size_t i = 0; i < whole; i += lanes)
+    for (size_t j = 0; j < lanes; ++j) sum[j] += p[i + j];
+  for (size_t i = whole; i < seen; ++i) sum[0] += p[i];
+  float total = 0.f;
+  for (size_t j = 0; j < lanes; ++j) total += sum[j];
+  float inverse = 1.f / total;
+  for (size_t i = 0; i < seen; ++i) p[i] *= inverse;
+  for (size_t i = seen; i < n; ++i) p[i] = 0.f;
+}
+
 }  // namespace mlx_moe

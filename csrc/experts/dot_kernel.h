@@ -189,8 +189,14 @@ struct DotKernel {
     }
   }
 
+  static void softmax(float* scores, size_t n, size_t seen, float scale, void* out,
+                      Scalar out_type) {
+    mlx_moe::softmax<Simd>(scores, n, seen, scale);
+    Simd::from_f32(out_type, scores, n, out);
+  }
+
   static constexpr Kernel kernel(const char* name) {
-    return {name, kBlock, kTokens, panel_bytes, pack, gate_up, project, combine};
+    return {name, kBlock, kTokens, panel_bytes, pack, gate_up, project, combine, softmax};
   }
 };
 

@@ -213,4 +213,19 @@ void linear(const Input& x, const Matrix& w, const Output& y) {
   });
 }
 
+void softmax(const Output& scores, float scale, size_t period, const Output& out) {
+  require(scores.type == Scalar::f32, "softmax takes float32 scores");
+  require(scale > 0.f, "softmax takes a positive scale");
+  check_rows(out, scores.rows, scores.cols);
+  require(period <= scores.cols, "period " + std::to_string(period) + " exceeds the " +
+                                     std::to_string(scores.cols) + " columns");
+  const Kernel& kernel = kernel_for(chosen_isa(), Scalar::bf16, {});
+  size_t n = scores.cols;
+  run(scores.rows, scores.rows * n < kAlone, [&](size_t r) {
+    size_t seen = period ? n - period + r % period + 1 : n;
+    kernel.softmax(static_cast<float*>(scores.data) + r * n, n, seen, scale,
+                   static_cast<char*>(out.data) + r * n * size_of(out.type), out.type);
+  });
+}
+
 }  // namespace mlx_moe

@@ -36,4 +36,9 @@ void grouped(const Input& x, const Routing& routing, const Matrix& w, const Outp
 // y [rows, N] = w . x for a single matrix.
 void linear(const Input& x, const Matrix& w, const Output& y);
 
+// out [rows, n] = softmax(scale * scores) by rows; scores is overwritten. With a period, rows are
+// runs of that many causal queries of which the last sees all n values, the one before n - 1; what
+// a row does not see is zero.
+void softmax(const Output& scores, float scale, size_t period, const Output& out);
+
 }  // namespace mlx_moe

@@ -42,6 +42,8 @@ struct Kernel {
   // out [cols] = the sum of k rows [k, cols] of y weighted by scores [k], in float32
   void (*combine)(const void* y, Scalar y_type, const float* scores, size_t k, size_t cols,
                   void* out, Scalar out_type);
+  // out [n] = softmax(scale * scores[0 : seen]), zero beyond; scores is overwritten
+  void (*softmax)(float* scores, size_t n, size_t seen, float scale, void* out, Scalar out_type);
 };
 
 // The kernel that multiplies w with activations of this type; `isa` as in usable_isas().

@@ -249,8 +249,15 @@ void combine(const void* y, Scalar y_type, const float* scores, size_t k, size_t
   }
 }
 
+void softmax(float* scores, size_t n, size_t seen, float scale, void* out, Scalar out_type) {
+  mlx_moe::softmax<Isa>(scores, n, seen, scale);
+  for (size_t i = 0; i < n; i += 32)
+    store_row({out, out_type, nullptr, 0}, 0, i, n - i, load_f32(Scalar::f32, scores, i, n - i),
+              n - i > 16 ? load_f32(Scalar::f32, scores, i + 16, n - i - 16) : __m512{});
+}
+
 }  // namespace
 
-const Kernel amx_kernel = {"amx", kBlockRows, 512, panel_bytes, pack, gate_up, project, combine};
+const Kernel amx_kernel = {"amx", kBlockRows, 512, panel_bytes, pack, gate_up, project, combine, softmax};
 
 }  // namespace mlx_moe

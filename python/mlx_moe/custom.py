@@ -1,10 +1,17 @@
 """Eager C++ computation inside MLX's lazy, differentiable graphs."""
 
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 
+from . import core
+
 Function = Callable[..., mx.array]
+
+SMALL = 1 << 16  # values; copying these costs less than evaluating an array (measured)
+_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
 
 
 class CannotEvaluate(Exception):
@@ -27,19 +34,32 @@ def eager(compute: Function, stock: Function, arrays: Sequence[mx.array]) -> mx.
     `stock` is only called where derivatives are wanted.
     """
 
-    def vjp(primals, cotangent, _):
+    def vjp(primals: Any, cotangent: mx.array, _: Any) -> tuple[mx.array, ...]:
         primals = [primals] if isinstance(primals, mx.array) else list(primals)
         return tuple(mx.vjp(stock, primals, [cotangent])[1])
 
-    def jvp(primals, tangents):
+    def jvp(primals: Any, tangents: Any) -> mx.array:
         primals = [primals] if isinstance(primals, mx.array) else list(primals)
         tangents = [tangents] if isinstance(tangents, mx.array) else list(tangents)
         return mx.jvp(stock, primals, tangents)[1][0]
 
-    function = mx.custom_function(compute)
+    function: Any = mx.custom_function(compute)
     function.vjp(vjp)
     function.jvp(jvp)
-    return function(*arrays)
+    result: mx.array = function(*arrays)
+    return result
+
+
+def filled(shape: tuple[int, ...], dtype: mx.Dtype, run: Callable[..., None], *args: Any) -> mx.array:
+    """An evaluated array of the given shape that `run(*args, out)`, a core function, wrote."""
+    if math.prod(shape) <= SMALL:
+        out = core.empty(shape, _NAMES[dtype])
+        run(*args, out)
+        return mx.array(out)
+    large = mx.zeros(shape, dtype)
+    mx.eval(large)
+    run(*args, large)
+    return large
 
 
 def token_rows(x: mx.array, columns: int) -> mx.array:

@@ -24,10 +24,14 @@ class Deferred:
     its promotion) are known without computing; anything else acts on the computed array.
     """
 
-    __slots__ = ("_array", "_experts", "_scores", "dtype", "shape")
+    __slots__ = ("_array", "_experts", "_scores", "_y", "dtype", "shape")
 
-    def __init__(self, experts: Experts, scores: mx.array | None = None):
+    def __init__(
+        self, experts: Experts, y: "Deferred | None" = None, scores: mx.array | None = None
+    ):
+        """The output of `experts`, or `y * scores` of an earlier `y`."""
         self._experts = experts
+        self._y = y
         self._scores = scores
         self._array: mx.array | None = None
         self.shape = experts.shape
@@ -35,20 +39,20 @@ class Deferred:
 
     def __mlx_array__(self) -> mx.array:
         if self._array is None:
-            y = self._experts.run()
-            self._array = y if self._scores is None else y * self._scores
+            y = self._y
+            self._array = y.__mlx_array__() * self._scores if y is not None else self._experts.run()
         return self._array
 
     def __mul__(self, other: Any) -> Any:
         if self._array is None and self._scores is None and _is_scores(other, self.shape):
-            return Deferred(self._experts, other)
+            return Deferred(self._experts, self, other)
         return self.__mlx_array__() * other
 
     __rmul__ = __mul__
 
     def sum(self, axis: Any = None, keepdims: bool = False, **kwargs: Any) -> mx.array:
-        over_experts = axis in (-2, len(self.shape) - 2)
-        if self._array is None and self._scores is not None and over_experts and not keepdims:
+        weighted = self._y is not None and self._y._array is None and self._array is None
+        if weighted and axis in (-2, len(self.shape) - 2) and not keepdims:
             return self._experts.run(self._scores)
         return self.__mlx_array__().sum(axis, keepdims, **kwargs)
 

@@ -1,5 +1,6 @@
 """The same kernels for dense linear layers, where MLX computes on the CPU."""
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,8 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from . import core
-from .custom import CannotEvaluate, eager, evaluate, token_rows
-from .errors import InvalidArgument, NoMoELayers
+from .attention import AttentionLayer, model_class
+from .custom import CannotEvaluate, eager, evaluate, filled
+from .errors import InvalidArgument, NoMoELayers, NotContiguous
 from .replace import ReplacedLayer, Replacement, find_modules, resolve_backend, swap, unswap
 from .stats import DETAILS, Counters
 from .weights import FLOATS, PLAIN_KEYS, Linear, UnknownFormat, describe, own_class
@@ -20,20 +22,34 @@ FORWARDS = {
     nn.Embedding: "as_linear",
     nn.QuantizedEmbedding: "as_linear",
 }
-# Below this many multiplications stock code is done before we have started (measured).
-SMALLEST = 1 << 15
+# Below this many multiplications stock code is done before we have started, measured at one
+# token; stock is an order slower on packed weights whose scales are not f32.
+SMALLEST, SMALLEST_PACKED = 1 << 16, 1 << 13
 
 
 @dataclass
 class DenseLayer:
-    """What replacement knows of one dense layer, kept on the module as `_moe_dense`."""
+    """What replacement knows of one dense layer, kept on the module as `_moe_dense`.
+
+    Attributes:
+        model: the model's root, for its training flag: `nn.quantize` on a model in evaluation
+            mode leaves its new layers in training mode.
+    """
 
     name: str
     counters: Counters
+    model: "weakref.ref[nn.Module]"
+
+    def training(self, module: Any) -> bool:
+        model = self.model()
+        return module.training and (model is None or model.training)
 
 
 def replace_linear_layers(model: nn.Module, *, backend: str = "auto") -> Replacement:
-    """Run `nn.Linear`, `nn.QuantizedLinear` and tied embeddings' `as_linear` on the kernels.
+    """Run a model's dense layers and attention products on the kernels.
+
+    These are `nn.Linear`, `nn.QuantizedLinear`, tied embeddings' `as_linear`, and every
+    `mx.fast.scaled_dot_product_attention` during a call of `model`.
 
     Subclasses and adapters stay as they are (the layer inside an adapter is replaced). The
     rules are those of `replace_moe_layers`: same parameters and tree, exact `restore`, stock
@@ -52,11 +68,12 @@ def replace_linear_layers(model: nn.Module, *, backend: str = "auto") -> Replace
     """
     target = resolve_backend(backend)
     logged: set[str] = set()
+    root = weakref.ref(model)
     rows = []
     for name, module, parent in find_modules(model, lambda m: own_class(m) in FORWARDS):
         dtype, bits = describe(module)
         family = type(parent).__module__.rpartition(".")[2]
-        layer = DenseLayer(name, Counters(name, logged)) if target == "cpu" else None
+        layer = DenseLayer(name, Counters(name, logged), root) if target == "cpu" else None
         rows.append((module, ReplacedLayer(name, family, None, dtype, bits, target, layer)))
     if not rows:
         raise NoMoELayers(
@@ -65,16 +82,28 @@ def replace_linear_layers(model: nn.Module, *, backend: str = "auto") -> Replace
         )
     for module, row in rows:
         swap(module, row, dense_class, "_moe_dense")
-    return Replacement([row for _, row in rows], model, restore_linear_layers)
+    attention = _attention_row(model, rows[0][1], target, logged)
+    if own_class(model) not in FORWARDS:  # a lone linear layer has no attention
+        swap(model, attention, model_class, "_moe_attention")
+    return Replacement([*(row for _, row in rows), attention], model, restore_linear_layers)
+
+
+def _attention_row(
+    model: nn.Module, like: ReplacedLayer, target: str, logged: set[str]
+) -> ReplacedLayer:
+    name = "(attention product)"
+    layer = AttentionLayer(name, Counters(name, logged)) if target == "cpu" else None
+    return ReplacedLayer(name, like.family, None, "input's", None, target, layer)
 
 
 def restore_linear_layers(model: nn.Module) -> None:
     """Undo `replace_linear_layers` on every layer of `model`; without any, do nothing."""
+    unswap(model, "_moe_attention")
     for _, module in model.named_modules():
         unswap(module, "_moe_dense")
 
 
-def dense_class(base: type) -> type:
+def dense_class(base: Any) -> Any:
     """The subclass of `base` (made once) whose matrix product runs through `forward`."""
     if base not in _classes:
 
@@ -96,14 +125,13 @@ def dense_class(base: type) -> type:
     return _classes[base]
 
 
-_classes: dict[type, type] = {}
+_classes: dict[Any, Any] = {}
 
 
 def forward(module: Any, layer: DenseLayer, x: mx.array) -> mx.array:
     """`x` [..., K] times the module's weight [N, K], plus its bias: [..., N]."""
     counters = layer.counters
     base = type(module)._moe_base
-    weight = module["weight"]
     tokens = x.size // x.shape[-1] if x.size else 0
     counters.called(tokens)
 
@@ -115,23 +143,29 @@ def forward(module: Any, layer: DenseLayer, x: mx.array) -> mx.array:
         return getattr(base, FORWARDS[base])(twin, x)
 
     def compute(x: mx.array, *arrays: mx.array) -> mx.array:
-        rows = token_rows(x, x.shape[-1]).astype(dtype)
-        out = mx.zeros((tokens, linear.rows), dtype)
-        evaluate(rows, out, *arrays, *linear.fixed.values())
-        core.linear(rows, linear.matrix(list(arrays)), out)
+        rows = x if x.dtype == dtype else x.astype(dtype)
+        evaluate(rows, *arrays, *linear.fixed.values())
+        shape = (*x.shape[:-1], linear.rows)
+        matrix = linear.matrix(list(arrays))
+        try:
+            out = filled(shape, dtype, core.linear, rows, matrix)
+        except NotContiguous:
+            rows = mx.contiguous(rows)
+            evaluate(rows)
+            out = filled(shape, dtype, core.linear, rows, matrix)
         counters.ran(1)
-        return out.reshape(*x.shape[:-1], linear.rows)
+        return out
 
-    reason = (
-        "training"
-        if module.training
-        else "adapter"
-        if not module.keys() <= PLAIN_KEYS
-        else "dtype"
-        if x.dtype not in FLOATS
-        else None
-    )
-    if reason or tokens * weight.size < SMALLEST:
+    reason = None
+    if layer.training(module):
+        reason = "training"
+    elif not module.keys() <= PLAIN_KEYS:
+        reason = "adapter"
+    elif x.ndim < 2:
+        reason = "shape"
+    elif x.dtype not in FLOATS:
+        reason = "dtype"
+    if reason or _is_small(module, tokens * x.shape[-1]):
         if reason:
             fall_back(reason)
         return getattr(base, FORWARDS[base])(module, x)
@@ -146,3 +180,10 @@ def forward(module: Any, layer: DenseLayer, x: mx.array) -> mx.array:
     except InvalidArgument as error:
         raise InvalidArgument(f"{layer.name}: {error}") from error
     return getattr(base, FORWARDS[base])(module, x)
+
+
+def _is_small(module: Any, values: int) -> bool:
+    """Whether stock is faster for an input of so many values."""
+    scales = module.get("scales")
+    packed = scales is not None and scales.dtype != mx.float32
+    return values * module["weight"].shape[0] < (SMALLEST_PACKED if packed else SMALLEST)

@@ -7,9 +7,9 @@ import mlx.core as mx
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchLinear
 
 from . import core
-from .custom import CannotEvaluate, eager, evaluate, token_rows
+from .custom import CannotEvaluate, eager, evaluate, filled, token_rows
 from .deferred import Deferred
-from .errors import InvalidArgument
+from .errors import InvalidArgument, NotContiguous
 from .stats import DETAILS, Counters
 from .weights import FLOATS, PLAIN_KEYS, Linear, UnknownFormat, promote, shallow_copy
 
@@ -42,9 +42,11 @@ def replaced_class(base: type) -> type:
     """The subclass of `base` (made once) whose instances run through `forward`."""
     if base not in _classes:
 
-        def __call__(self, x, indices, *args, **kwargs):
+        def __call__(
+            self: Any, x: mx.array, indices: mx.array, *args: Any, **kwargs: Any
+        ) -> Any:
             if args or kwargs:
-                self._moe_layer.counters.fell_back("arguments", "called with extra arguments")
+                self._moe_layer.counters.fell_back("arguments", DETAILS["arguments"])
                 return base.__call__(self, x, indices, *args, **kwargs)
             return forward(self, self._moe_layer, x, indices)
 
@@ -92,7 +94,12 @@ class Call:
     def __init__(self, module: Any, layer: Layer, x: mx.array, indices: mx.array):
         self.module, self.layer, self.x, self.indices = module, layer, x, indices
         self.linears = [Linear(module[name]) for name in PROJECTIONS[layer.kind]]
-        self.fused = layer.kind == "glu" and type(module.activation) in layer.swiglus
+        self.fused = (
+            layer.kind == "glu"
+            and type(module.activation) in layer.swiglus
+            and "bias" not in module.gate_proj
+            and "bias" not in module.up_proj
+        )
         self.shape = (*indices.shape, self.linears[-1].rows)
         self.dtype = promote(*[linear.out_dtype(x.dtype) for linear in self.linears])
 
@@ -144,30 +151,37 @@ class Call:
     def _compute(
         self, x: mx.array, groups: list[list[mx.array]], scores: mx.array | None
     ) -> mx.array:
-        k = self.shape[-2]
-        ids = token_rows(self.indices, k)
+        ids = self.indices
         if ids.dtype not in INDEX_DTYPES:
             ids = ids.astype(mx.int32)
         weights = [a for group in groups for a in group]
         weights += [a for linear in self.linears for a in linear.fixed.values()]
-        x = token_rows(x, x.shape[-1])
         if not self.fused:
+            x = token_rows(x, x.shape[-1])
+            ids = token_rows(ids, ids.shape[-1])
             evaluate(x, ids, *weights)
             return self._chain(x, ids, self._matrices(groups))
-        x = x.astype(self.dtype)
-        if scores is None:
-            out = mx.zeros((*ids.shape, self.shape[-1]), self.dtype)
-            evaluate(x, ids, out, *weights)
-            core.swiglu(x, ids, *self._matrices(groups), out)
-            shape = self.shape
-        else:
-            out = mx.zeros((ids.shape[0], self.shape[-1]), promote(self.dtype, scores.dtype))
-            scores = token_rows(scores, k)
-            evaluate(x, ids, scores, out, *weights)
-            core.swiglu_combine(x, ids, scores, *self._matrices(groups), out)
+        if x.dtype != self.dtype:
+            x = x.astype(self.dtype)
+        evaluate(x, ids, *weights, *([] if scores is None else [scores]))
+        gate, up, down = self._matrices(groups)
+
+        def run(x: mx.array, ids: mx.array, scores: mx.array | None) -> mx.array:
+            if scores is None:
+                return filled(self.shape, self.dtype, core.swiglu, x, ids, gate, up, down)
             shape = (*self.shape[:-2], self.shape[-1])
+            dtype = promote(self.dtype, scores.dtype)
+            return filled(shape, dtype, core.swiglu_combine, x, ids, scores, gate, up, down)
+
+        try:
+            result = run(x, ids, scores)
+        except NotContiguous:
+            x, ids = mx.contiguous(x), mx.contiguous(ids)
+            scores = None if scores is None else mx.contiguous(scores)
+            evaluate(x, ids, *([] if scores is None else [scores]))
+            result = run(x, ids, scores)
         self.layer.counters.ran(1)
-        return out if out.shape == shape else out.reshape(shape)
+        return result
 
     def _matrices(self, groups: list[list[mx.array]]) -> list[core.Matrix]:
         return [linear.matrix(arrays) for linear, arrays in zip(self.linears, groups, strict=True)]
@@ -180,9 +194,8 @@ class Call:
         def grouped(rows: mx.array, linear: Linear, matrix: core.Matrix) -> mx.array:
             dtype = linear.out_dtype(rows.dtype)
             rows = rows.astype(dtype)
-            out = mx.zeros((tokens, k, linear.rows), dtype)
-            evaluate(rows, out)
-            core.grouped(rows, ids, matrix, out)
+            evaluate(rows)
+            out = filled((tokens, k, linear.rows), dtype, core.grouped, rows, ids, matrix)
             self.layer.counters.ran(1)
             return out.reshape(*lead, 1, linear.rows)
 

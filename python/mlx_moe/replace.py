@@ -109,7 +109,7 @@ class Replacement:
         self._restore(self._model)
 
     def __str__(self) -> str:
-        head = ("layer", "family", "experts", "top-k", "weights", "backend")
+        head: tuple[str, ...] = ("layer", "family", "experts", "top-k", "weights", "backend")
         rows = [head]
         for layer in self.layers:
             weights = layer.dtype if layer.bits is None else f"{layer.bits}-bit {layer.dtype}"
@@ -257,6 +257,7 @@ def _examine(
     family, deferred = _family(parent)
     children = [module[child] for child in PROJECTIONS[kind]]
     layer = Layer(name, kind, deferred, Counters(name, logged))
+    activation = getattr(module, "activation", None)
     known = base.__call__ in (SwitchGLU.__call__, SwitchMLP.__call__)
     if target == "cpu" and not known and base is type(module):
         try:
@@ -266,8 +267,8 @@ def _examine(
                 raise
             target = "stock"
         layer.linears = LINEARS | {type(child) for child in children}
-        if probe.is_swiglu(module.activation):
-            layer.swiglus = layer.swiglus | {type(module.activation)}
+        if probe.is_swiglu(activation):
+            layer.swiglus = layer.swiglus | {type(activation)}
     formats = [describe(child) for child in children]
     dtypes = list(dict.fromkeys(dtype for dtype, _ in formats))
     bits = [b for _, b in formats if b is not None]

@@ -10,7 +10,8 @@ DETAILS = {
     "adapter": "a projection is not a plain switch linear (adapters are)",
     "activation": "the activation has parameters",
     "dtype": "the input is not f32, f16 or bf16, or the indices are not integers",
-    "shape": "the input and the indices differ in their leading dimensions",
+    "shape": "the input is a vector, or its leading dimensions are not the indices'",
+    "arguments": "called with extra arguments",
     "tracing": "called while mx.compile or mx.vmap traces",
     "format": "weight format unknown to the kernels",
 }

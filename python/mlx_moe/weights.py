@@ -64,7 +64,7 @@ class Linear:
 
     def matrix(self, arrays: list[mx.array]) -> core.Matrix:
         """The kernels' handle; `arrays` stand for `self.arrays` and must be evaluated."""
-        given = dict(zip(self.names, arrays, strict=True), **self.fixed)
+        given: dict[str, Any] = dict(zip(self.names, arrays, strict=True), **self.fixed)
         module = self.module
         if "scales" in given:
             given["mode"] = getattr(module, "mode", "affine")
@@ -81,7 +81,7 @@ class Linear:
         return other
 
 
-def shallow_copy(module: Any, cls: type) -> Any:
+def shallow_copy(module: Any, cls: Any) -> Any:
     """A copy of an MLX module, as class `cls`, that shares its children and arrays."""
     other = cls.__new__(cls)
     other.__dict__.update(module.__dict__)

@@ -1,0 +1,122 @@
+"""The attention product on the kernels against stock MLX in float32."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+import mlx_moe
+from mlx_moe import attention, core
+
+
+class Attend(nn.Module):
+    """The smallest model with attention: a linear layer and the product."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.o_proj = nn.Linear(64, 64)
+        self.options = options
+
+    def __call__(self, q, k, v):
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=0.2, **self.options)
+
+
+def arrays(queries, keys, heads=6, shared=2, batch=2, width=48, dtype=mx.float32):
+    shapes = ((batch, heads, queries, width), *[(batch, shared, keys, width)] * 2)
+    return [mx.random.normal(s).astype(dtype) for s in shapes]
+
+
+def masks(batch, heads, queries, keys):
+    return {
+        "none": None,
+        "causal": "causal",
+        "bool": mx.random.uniform(shape=(batch, 1, queries, keys)) < 0.7,
+        "additive": mx.random.normal((queries, keys)),
+        "row": mx.random.normal((batch, heads, 1, keys)),
+    }
+
+
+def replaced(model):
+    model.eval()
+    mlx_moe.replace_linear_layers(model, backend="cpu")
+    return model
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(attention, "SMALLEST", 0)
+    monkeypatch.setattr(attention, "BLOCK", 4096)  # several blocks of queries
+    mx.random.seed(1)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("kind", ["none", "causal", "bool", "additive", "row"])
+@pytest.mark.parametrize("queries, keys", [(1, 70), (37, 37), (20, 53)])
+def test_equals_stock(queries, keys, kind, sinks):
+    mask = masks(2, 6, queries, keys)[kind]
+    options = {"mask": mask, "sinks": mx.random.normal((6,)) if sinks else None}
+    inputs = arrays(queries, keys)
+    want = Attend(**options)(*inputs)
+    model = replaced(Attend(**options))
+    before = core.calls().get("grouped", 0)
+    got = model(*inputs)
+    assert core.calls()["grouped"] > before
+    assert mx.allclose(got, want, 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_half_precision(dtype):
+    inputs = arrays(40, 40, dtype=dtype)
+    want = Attend(mask="causal")(*[a.astype(mx.float32) for a in inputs])
+    got = replaced(Attend(mask="causal"))(*inputs)
+    stock = Attend(mask="causal")(*inputs)
+
+    def error(y):
+        d = np.array((y.astype(mx.float32) - want), dtype=np.float64)
+        return np.linalg.norm(d) / np.linalg.norm(np.array(want, dtype=np.float64))
+
+    assert got.dtype == dtype
+    assert error(got) <= 1.5 * max(error(stock), 2e-3)
+
+
+def test_keys_in_a_larger_buffer():
+    """As a KV cache hands them over: slices of what was allocated ahead."""
+    q, k, v = arrays(3, 30)
+    room = mx.zeros((2, 2, 64, 48))
+    long_k, long_v = room + 0, room + 0
+    long_k[:, :, :30], long_v[:, :, :30] = k, v
+    want = Attend(mask="causal")(q, k, v)
+    got = replaced(Attend(mask="causal"))(q, long_k[:, :, :30], long_v[:, :, :30])
+    assert mx.allclose(got, want, 1e-5, 1e-5)
+
+
+def test_only_inside_the_model_and_until_restored():
+    inputs = arrays(8, 8)
+    model = replaced(Attend())
+    before = core.calls().get("grouped", 0)
+    Attend()(*inputs)
+    assert core.calls().get("grouped", 0) == before
+    stock = Attend()(*inputs)
+    mlx_moe.restore_linear_layers(model)
+    assert type(model) is Attend
+    assert mx.array_equal(model(*inputs), stock)
+    assert core.calls().get("grouped", 0) == before
+
+
+def test_gradients_are_stocks():
+    inputs = arrays(12, 12)
+
+    def loss(model):
+        return mx.grad(lambda q, k, v: (model(q, k, v) ** 2).sum(), argnums=(0, 1, 2))(*inputs)
+
+    for got, want in zip(
+        loss(replaced(Attend(mask="causal"))), loss(Attend(mask="causal")), strict=True
+    ):
+        assert mx.allclose(got, want, 1e-4, 1e-4)
+
+
+def test_compiled_callers_get_stock():
+    inputs = arrays(8, 8)
+    model = replaced(Attend())
+    got = mx.compile(lambda *a: model(*a))(*inputs)
+    assert mx.allclose(got, Attend()(*inputs), 1e-6, 1e-6)
