@@ -39,8 +39,10 @@ class Deferred:
 
     def __mlx_array__(self) -> mx.array:
         if self._array is None:
-            y = self._y
-            self._array = y.__mlx_array__() * self._scores if y is not None else self._experts.run()
+            if self._y is None or self._scores is None:
+                self._array = self._experts.run()
+            else:
+                self._array = self._y.__mlx_array__() * self._scores
         return self._array
 
     def __mul__(self, other: Any) -> Any:
