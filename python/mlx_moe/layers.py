@@ -1,5 +1,6 @@
 """The forward of a replaced expert layer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,27 +102,27 @@ class Call:
             and "bias" not in module.up_proj
         )
         self.shape = (*indices.shape, self.linears[-1].rows)
-        self.dtype = promote(*[linear.out_dtype(x.dtype) for linear in self.linears])
+        self.dtype = promote(x.dtype, *[a.dtype for linear in self.linears for a in linear.arrays])
 
     def run(self, scores: mx.array | None = None) -> mx.array:
         arrays = [self.x] if scores is None else [self.x, scores]
-        first = len(arrays)
         for linear in self.linears:
             arrays += linear.arrays
 
         def split(given: tuple[mx.array, ...]) -> tuple[Any, Any]:
-            """Regroup the arrays: per linear, and the scores."""
-            rest, groups = list(given[first:]), []
+            """Regroup what follows x: per linear, and the scores."""
+            at, groups = 0 if scores is None else 1, []
             for linear in self.linears:
-                groups.append([rest.pop(0) for _ in linear.arrays])
-            return groups, given[1] if scores is not None else None
+                groups.append(given[at : at + len(linear.arrays)])
+                at += len(linear.arrays)
+            return groups, None if scores is None else given[0]
 
         def compute(x: mx.array, *given: mx.array) -> mx.array:
-            groups, weights = split((x, *given))
+            groups, weights = split(given)
             return self._compute(x, groups, weights)
 
         def stock(x: mx.array, *given: mx.array) -> mx.array:
-            groups, weights = split((x, *given))
+            groups, weights = split(given)
             y = self._stock(x, groups)
             return y if weights is None else (y * weights).sum(axis=-2)
 
@@ -139,7 +140,7 @@ class Call:
         except InvalidArgument as error:
             raise InvalidArgument(f"{self.layer.name}: {error}") from error
 
-    def _stock(self, x: mx.array, groups: list[list[mx.array]]) -> mx.array:
+    def _stock(self, x: mx.array, groups: list[Sequence[mx.array]]) -> mx.array:
         """The module's own forward, with other weight arrays."""
         base = type(self.module)._moe_base
         twin = shallow_copy(self.module, base)
@@ -149,7 +150,7 @@ class Call:
         return base.__call__(twin, x, self.indices)
 
     def _compute(
-        self, x: mx.array, groups: list[list[mx.array]], scores: mx.array | None
+        self, x: mx.array, groups: list[Sequence[mx.array]], scores: mx.array | None
     ) -> mx.array:
         ids = self.indices
         if ids.dtype not in INDEX_DTYPES:
@@ -183,7 +184,7 @@ class Call:
         self.layer.counters.ran(1)
         return result
 
-    def _matrices(self, groups: list[list[mx.array]]) -> list[core.Matrix]:
+    def _matrices(self, groups: list[Sequence[mx.array]]) -> list[core.Matrix]:
         return [linear.matrix(arrays) for linear, arrays in zip(self.linears, groups, strict=True)]
 
     def _chain(self, x: mx.array, ids: mx.array, matrices: list[core.Matrix]) -> mx.array:

@@ -1,5 +1,6 @@
 """The weights of a linear layer as they are at this moment, and the kernels' view of them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -14,8 +15,7 @@ PLAIN_KEYS = frozenset({*KEYS, "global_scale"})
 
 def promote(*dtypes: mx.Dtype) -> mx.Dtype:
     """MLX's common type of f32, f16 and bf16 dtypes."""
-    first = dtypes[0]
-    return first if all(d == first for d in dtypes) else mx.float32
+    return dtypes[0] if len(set(dtypes)) == 1 else mx.float32
 
 
 class UnknownFormat(Exception):
@@ -62,7 +62,7 @@ class Linear:
         """The dtype of stock's result for an input of dtype `x`."""
         return promote(x, *[a.dtype for a in self.arrays])
 
-    def matrix(self, arrays: list[mx.array]) -> core.Matrix:
+    def matrix(self, arrays: Sequence[mx.array]) -> core.Matrix:
         """The kernels' handle; `arrays` stand for `self.arrays` and must be evaluated."""
         given: dict[str, Any] = dict(zip(self.names, arrays, strict=True), **self.fixed)
         module = self.module
@@ -74,7 +74,7 @@ class Linear:
         except (InvalidArgument, TypeError) as error:
             raise UnknownFormat(str(error)) from error
 
-    def twin(self, arrays: list[mx.array]) -> Any:
+    def twin(self, arrays: Sequence[mx.array]) -> Any:
         """A shallow copy of the module that holds `arrays` in place of `self.arrays`."""
         other = shallow_copy(self.module, own_class(self.module))
         dict.update(other, zip(self.names, arrays, strict=True))
