@@ -54,6 +54,12 @@ struct HeldMatrix {
   std::vector<nb::object> arrays;
 };
 
+Array array_of(const nb::object& o, const char* what) {
+  Array a;
+  require(nb::try_cast(o, a), std::string(what) + " must be an array in main memory");
+  return a;
+}
+
 // [experts, rows, n]; two dimensions are one expert.
 std::array<size_t, 3> stack_shape(const Array& a, const char* what) {
   require_contiguous(a, what);
@@ -82,10 +88,12 @@ void set_quantised(Matrix& m, const Array& weight, const Array& scales, const st
   size_t words = stack_shape(weight, "weight")[2];
   require(words * 32 == m.cols * size_t(m.bits),
           "weight has " + std::to_string(words) + " words a row and scales " +
-              std::to_string(m.cols / size_t(m.group)) + " groups: not " +
-              std::to_string(m.bits) + " bits in groups of " + std::to_string(m.group));
-  if (m.mode == Mode::affine) m.type = scalar_type(scales, "scales");
-  else require(scales.dtype() == nb::dtype<uint8_t>(), mode + " scales must be uint8");
+              std::to_string(m.cols / size_t(m.group)) + " groups: not " + std::to_string(m.bits) +
+              " bits in groups of " + std::to_string(m.group));
+  if (m.mode == Mode::affine)
+    m.type = scalar_type(scales, "scales");
+  else
+    require(scales.dtype() == nb::dtype<uint8_t>(), mode + " scales must be uint8");
   m.scales = static_cast<const uint8_t*>(scales.data());
 }
 
@@ -99,7 +107,7 @@ void make_matrix(HeldMatrix* self, nb::object weight, nb::object scales, nb::obj
                  const std::string& mode, int bits, int group_size, nb::object global_scale,
                  nb::object bias) {
   Matrix m;
-  auto w = nb::cast<Array>(weight);
+  auto w = array_of(weight, "weight");
   auto shape = stack_shape(w, "weight");
   m.experts = shape[0];
   m.rows = shape[1];
@@ -107,7 +115,7 @@ void make_matrix(HeldMatrix* self, nb::object weight, nb::object scales, nb::obj
   if (scales.is_none()) {
     set_dense(m, w);
   } else {
-    auto s = nb::cast<Array>(scales);
+    auto s = array_of(scales, "scales");
     auto s_shape = stack_shape(s, "scales");
     require(s_shape[0] == m.experts && s_shape[1] == m.rows,
             "scales have shape " + shape_of(s) + ", the weight " + shape_of(w));
@@ -115,7 +123,7 @@ void make_matrix(HeldMatrix* self, nb::object weight, nb::object scales, nb::obj
     require(biases.is_none() == (m.mode != Mode::affine),
             "biases go with mode affine, and only with it");
     if (!biases.is_none()) {
-      auto b = nb::cast<Array>(biases);
+      auto b = array_of(biases, "biases");
       require_contiguous(b, "biases");
       require_same_shape(b, s, "biases");
       require(b.dtype() == s.dtype(), "biases and scales differ in dtype");
@@ -123,7 +131,7 @@ void make_matrix(HeldMatrix* self, nb::object weight, nb::object scales, nb::obj
     }
   }
   if (!global_scale.is_none()) {
-    auto g = nb::cast<Array>(global_scale);
+    auto g = array_of(global_scale, "global_scale");
     require_contiguous(g, "global_scale");
     require(m.mode == Mode::nvfp4, "global_scale goes with mode nvfp4");
     require(g.dtype() == nb::dtype<float>() && g.size() == m.experts,
@@ -131,7 +139,7 @@ void make_matrix(HeldMatrix* self, nb::object weight, nb::object scales, nb::obj
     m.global_scale = static_cast<const float*>(g.data());
   }
   if (!bias.is_none()) {
-    auto b = nb::cast<Array>(bias);
+    auto b = array_of(bias, "bias");
     require_contiguous(b, "bias");
     require(b.size() == m.experts * m.rows && b.shape(b.ndim() - 1) == m.rows,
             "bias must be [experts, rows], has " + shape_of(b));
@@ -151,14 +159,15 @@ size_t matrix_bytes(const HeldMatrix& h) {
 }
 
 void bind_matrix(nb::module_& m) {
-  nb::class_<HeldMatrix>(m, "Matrix",
-                         "Stacked expert weights, read where they are (the arrays are kept alive).\n\n"
-                         "weight: [E, N, K] float32, float16 or bfloat16; or MLX-quantised uint32\n"
-                         "[E, N, K * bits / 32] with scales [E, N, K / group_size] (and biases of that\n"
-                         "shape for mode 'affine'; uint8 scales for 'mxfp4', 'mxfp8', 'nvfp4'; float32\n"
-                         "global_scale [E] for 'nvfp4'). Two dimensions are one expert. bias [E, N] is\n"
-                         "added to the output. Raises InvalidArgument where shapes, bits and group_size\n"
-                         "do not agree. Layout: mlx.core.quantize's documentation.")
+  nb::class_<HeldMatrix>(
+      m, "Matrix",
+      "Stacked expert weights, read where they are (the arrays are kept alive).\n\n"
+      "weight: [E, N, K] float32, float16 or bfloat16; or MLX-quantised uint32\n"
+      "[E, N, K * bits / 32] with scales [E, N, K / group_size] (and biases of that\n"
+      "shape for mode 'affine'; uint8 scales for 'mxfp4', 'mxfp8', 'nvfp4'; float32\n"
+      "global_scale [E] for 'nvfp4'). Two dimensions are one expert. bias [E, N] is\n"
+      "added to the output. Raises InvalidArgument where shapes, bits and group_size\n"
+      "do not agree. Layout: mlx.core.quantize's documentation.")
       .def("__init__", &make_matrix, "weight"_a, "scales"_a = nb::none(), "biases"_a = nb::none(),
            nb::kw_only(), "mode"_a = "affine", "bits"_a = 0, "group_size"_a = 0,
            "global_scale"_a = nb::none(), "bias"_a = nb::none())
@@ -172,14 +181,16 @@ void bind_matrix(nb::module_& m) {
 }
 
 nb::dlpack::dtype dtype_of(const std::string& name) {
-  auto half = uint8_t(nb::dlpack::dtype_code::Float), brain = uint8_t(nb::dlpack::dtype_code::Bfloat);
+  auto half = uint8_t(nb::dlpack::dtype_code::Float),
+       brain = uint8_t(nb::dlpack::dtype_code::Bfloat);
   if (name == "float32") return nb::dtype<float>();
   if (name == "float16") return {half, 16, 1};
   if (name == "bfloat16") return {brain, 16, 1};
   throw Error("dtype " + name + " is none of float32, float16, bfloat16");
 }
 
-nb::ndarray<nb::array_api, nb::device::cpu> empty(const std::vector<size_t>& shape, const std::string& dtype) {
+nb::ndarray<nb::array_api, nb::device::cpu> empty(const std::vector<size_t>& shape,
+                                                  const std::string& dtype) {
   auto type = dtype_of(dtype);
   size_t bytes = type.bits / 8;
   for (size_t n : shape) bytes *= n;
@@ -245,7 +256,8 @@ void bind_experts(nb::module_& m) {
         nb::gil_scoped_release free;
         linear(in, matrix.m, y);
       },
-      "x"_a, "matrix"_a, "out"_a, "out[M, N] = x[M, K] times a single matrix. Errors as for swiglu.");
+      "x"_a, "matrix"_a, "out"_a,
+      "out[M, N] = x[M, K] times a single matrix. Errors as for swiglu.");
   m.def(
       "softmax",
       [](const OutArray& scores, float scale, size_t period, const OutArray& out) {
@@ -291,8 +303,8 @@ void require_contiguous(const Array& a, const char* what) {
 
 void require_shape(const Array& a, size_t ndim, const char* what) {
   require_contiguous(a, what);
-  require(a.ndim() == ndim, std::string(what) + " needs " + std::to_string(ndim) +
-                                " dimensions, has " + shape_of(a));
+  require(a.ndim() == ndim,
+          std::string(what) + " needs " + std::to_string(ndim) + " dimensions, has " + shape_of(a));
 }
 
 const uint32_t* id_data(const Array& ids, const char* what) {

@@ -170,7 +170,11 @@ def test_global_scale(isa, mode):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_expert_takes_everything(isa, dtype):
     dt = DTYPES[dtype]
-    mats = [make("q4g64", FF * 2, K, dt), make("q4g64", FF * 2, K, dt), make("q4g64", D, FF * 2, dt)]
+    mats = [
+        make("q4g64", FF * 2, K, dt),
+        make("q4g64", FF * 2, K, dt),
+        make("q4g64", D, FF * 2, dt),
+    ]
     x, ids = rows(300, K, dt), mx.full((300, 1), 3, dtype=mx.uint32)
     y = zeros((300, 1, D), dt)
     mx.eval(ids)
@@ -226,9 +230,7 @@ def test_bad_arguments(change, message):
         **change,
     }
     with pytest.raises(InvalidArgument, match=message):
-        core.swiglu(
-            arguments["x"], arguments["ids"], gate, gate, gate, arguments["out"]
-        )
+        core.swiglu(arguments["x"], arguments["ids"], gate, gate, gate, arguments["out"])
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ inline void unpack_scales(const Matrix& m, size_t expert, size_t row, float* sca
   const uint8_t* b = m.biases ? m.row_biases(expert, row) : nullptr;
   size_t n = m.groups();
   float factor = m.mode == Mode::mxfp4 ? 0.5f : 1.f;  // e2m1 values are kept doubled
-  if (m.mode == Mode::nvfp4)  // mx.quantize normalises by 448 * 6
+  if (m.mode == Mode::nvfp4)                          // mx.quantize normalises by 448 * 6
     factor = m.global_scale ? 0.5f * m.global_scale[expert] / (448.f * 6.f) : 0.5f;
   for (size_t g = 0; g < n; g += 16) {
     if (m.mode == Mode::affine) {
@@ -140,8 +140,8 @@ inline void unpack_q4_by_16(const SourceRows& from, size_t k0, size_t k1, RowBlo
       alignas(16) uint8_t bytes[16];
       _mm_store_si128((__m128i*)bytes, _mm_maskz_loadu_epi8(half ? 0xff : 0xffff, src + k / 2));
       __m512i index = spread_nibbles(bytes);
-      _mm512_store_si512(dst, _mm512_permutexvar_epi16(_mm512_or_si512(index, second),
-                                                       round_pair(low, high)));
+      _mm512_store_si512(
+          dst, _mm512_permutexvar_epi16(_mm512_or_si512(index, second), round_pair(low, high)));
     }
   }
 }
@@ -208,10 +208,14 @@ inline void unpack_dense(const SourceRows& from, size_t k0, size_t k1, RowBlocks
 
 // Columns [k0, k1) of some rows; k0 is a multiple of 64.
 inline void unpack_rows(const SourceRows& from, size_t k0, size_t k1, RowBlocks to) {
-  if (from.m.mode == Mode::dense) unpack_dense(from, k0, k1, to);
-  else if (from.m.group == 16) unpack_q4_by_16(from, k0, k1, to);
-  else if (from.m.bits == 4) unpack_q4(from, k0, k1, to);
-  else unpack_codes(from, k0, k1, to);
+  if (from.m.mode == Mode::dense)
+    unpack_dense(from, k0, k1, to);
+  else if (from.m.group == 16)
+    unpack_q4_by_16(from, k0, k1, to);
+  else if (from.m.bits == 4)
+    unpack_q4(from, k0, k1, to);
+  else
+    unpack_codes(from, k0, k1, to);
 }
 
 }  // namespace

@@ -97,8 +97,9 @@ DotRow dot_row(const Matrix& m, size_t count) {
   if constexpr (tokens < int(kVectorTokens))
     if (count > tokens) return dot_row<tokens + 1>(m, count);
   if (m.mode == Mode::dense || m.bits != 4 || m.group < 32) return dot_unpacked<tokens>;
-  return m.group == 32 ? dot_q4<32, tokens> : m.group == 64 ? dot_q4<64, tokens>
-                                                            : dot_q4<128, tokens>;
+  return m.group == 32   ? dot_q4<32, tokens>
+         : m.group == 64 ? dot_q4<64, tokens>
+                         : dot_q4<128, tokens>;
 }
 
 // out[t * ld + r] = dot(row row0 + r, token t)
@@ -106,8 +107,7 @@ inline void vector_rows(const Matrix& m, size_t expert, size_t row0, size_t rows
                         const VectorPanel& x, size_t tokens, float* out, size_t ld) {
   size_t padded = (m.cols + 31) / 32 * 32;
   size_t groups = m.mode == Mode::dense ? 0 : (m.groups() + 15) / 16 * 16;
-  auto* scale =
-      static_cast<float*>(scratch(2, (2 + tokens) * groups * sizeof(float) + padded * 2));
+  auto* scale = static_cast<float*>(scratch(2, (2 + tokens) * groups * sizeof(float) + padded * 2));
   float* sums = scale + 2 * groups;
   VectorWork w{m, x, groups, scale, scale + groups, sums, (uint16_t*)(sums + tokens * groups), {}};
   if (groups) {

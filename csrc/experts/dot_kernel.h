@@ -104,8 +104,8 @@ struct DotKernel {
 
 #if defined(MLX_MOE_ACCELERATE) || defined(MLX_MOE_CBLAS)
   // Apple's matrix units are reached through Accelerate only; worth it from a few tokens on.
-  static void blas_product(const Matrix& m, size_t expert, size_t row0, size_t rows,
-                           const float* x, size_t tokens, float* out) {
+  static void blas_product(const Matrix& m, size_t expert, size_t row0, size_t rows, const float* x,
+                           size_t tokens, float* out) {
     size_t k = padded(m.cols), stride = row_stride(m.cols);
     auto* w = static_cast<float*>(scratch(2, rows * stride * sizeof(float)));
     for (size_t r = 0; r < rows; ++r) {
@@ -132,7 +132,8 @@ struct DotKernel {
       const float* w[kRows];
       size_t have = rows - r < kRows ? rows - r : kRows;
       for (size_t i = 0; i < kRows; ++i)
-        w[i] = i < have ? unpack_row<Simd>(m, expert, row0 + r + i, k, unpacked + i * stride) : w[0];
+        w[i] =
+            i < have ? unpack_row<Simd>(m, expert, row0 + r + i, k, unpacked + i * stride) : w[0];
       float* to = out + r * tokens;
       size_t t = 0;
       for (; t + step <= tokens; t += step)

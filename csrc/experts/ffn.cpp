@@ -116,8 +116,8 @@ void check_rows(const Output& y, size_t rows, size_t cols) {
 void check_swiglu(const Input& x, const Routing& r, const Matrix& gate, const Matrix& up,
                   const Matrix& down) {
   check_activations(x, gate, "swiglu");
-  require(x.rows == r.tokens, "x has " + std::to_string(x.rows) + " tokens, ids have " +
-                                  std::to_string(r.tokens));
+  require(x.rows == r.tokens,
+          "x has " + std::to_string(x.rows) + " tokens, ids have " + std::to_string(r.tokens));
   check_same(gate, up, "gate and up differ in shape");
   require(down.experts == gate.experts && down.cols == gate.rows,
           "down does not take what gate and up give");
@@ -144,8 +144,7 @@ void sum_assignments(const Kernel& kernel, const Output& y, const Input& scores,
                      const Output& out) {
   size_t k = scores.cols;
   auto* weights = static_cast<float*>(scratch(0, k * sizeof(float)));
-  for (size_t j = 0; j < k; ++j)
-    weights[j] = load_scalar(scores.type, scores.data, token * k + j);
+  for (size_t j = 0; j < k; ++j) weights[j] = load_scalar(scores.type, scores.data, token * k + j);
   kernel.combine(static_cast<const char*>(y.data) + token * k * y.cols * size_of(y.type), y.type,
                  weights, k, y.cols,
                  static_cast<char*>(out.data) + token * out.cols * size_of(out.type), out.type);
@@ -160,8 +159,8 @@ void swiglu(const Input& x, const Routing& r, const Matrix& gate, const Matrix& 
   run_swiglu(x, r, gate, up, down, y);
 }
 
-void swiglu_combine(const Input& x, const Routing& r, const Input& scores,
-                    const Matrix& gate, const Matrix& up, const Matrix& down, const Output& out) {
+void swiglu_combine(const Input& x, const Routing& r, const Input& scores, const Matrix& gate,
+                    const Matrix& up, const Matrix& down, const Output& out) {
   check_swiglu(x, r, gate, up, down);
   check_rows(out, r.tokens, down.rows);
   for (size_t t0 = 0; t0 < r.tokens; t0 += kChunkTokens) {

@@ -27,8 +27,8 @@ void swiglu(const Input& x, const Routing& routing, const Matrix& gate, const Ma
             const Matrix& down, const Output& y);
 
 // out [tokens, D] = the same, summed over each token's assignments with weights scores [tokens, k].
-void swiglu_combine(const Input& x, const Routing& routing, const Input& scores,
-                    const Matrix& gate, const Matrix& up, const Matrix& down, const Output& out);
+void swiglu_combine(const Input& x, const Routing& routing, const Input& scores, const Matrix& gate,
+                    const Matrix& up, const Matrix& down, const Output& out);
 
 // y [tokens * k, N] = w . x of every assignment; x has a row a token or a row an assignment.
 void grouped(const Input& x, const Routing& routing, const Matrix& w, const Output& y);

@@ -5,9 +5,8 @@ namespace mlx_moe {
 const Kernel& kernel_for(const std::string& isa, Scalar activations, const Matrix& w) {
 #if defined(__x86_64__)
   // Tiles multiply bfloat16: too coarse for float32, and for finer dense weights.
-  bool tiles = w.mode == Mode::dense
-                   ? activations == Scalar::bf16 && w.type == Scalar::bf16
-                   : activations != Scalar::f32;
+  bool tiles = w.mode == Mode::dense ? activations == Scalar::bf16 && w.type == Scalar::bf16
+                                     : activations != Scalar::f32;
   if (isa == "amx" && tiles) return amx_kernel;
   if (isa == "amx" || isa == "avx512") return avx512_kernel;
   if (isa == "avx2") return avx2_kernel;

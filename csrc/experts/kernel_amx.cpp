@@ -47,8 +47,7 @@ void pack(const Gather& x, size_t tokens, size_t cols, void* panel) {
     size_t stride = vector_panel(panel, cols).stride;
     for (size_t t = 0; t < tokens; ++t)
       for (size_t k = 0; k < cols; k += 32)
-        _mm512_store_si512(to + t * stride + k,
-                           load_bf16(x.type, source_row(x, t), k, cols - k));
+        _mm512_store_si512(to + t * stride + k, load_bf16(x.type, source_row(x, t), k, cols - k));
     return;
   }
   for (size_t t0 = 0; t0 < tokens; t0 += 16) {
@@ -91,8 +90,8 @@ class Source {
       const RowTile& t = tiles_[i];
       size_t at = 16 * i * stride_;
       // The next 16 rows lie right behind, and are most often this thread's next work.
-      SourceRows from{t.m,         t.m.row(expert_, t.row0), t.rows, scale_ + at,
-                      bias_ + at, stride_,                  16 * t.m.row_bytes()};
+      SourceRows from{t.m,     t.m.row(expert_, t.row0), t.rows, scale_ + at, bias_ + at,
+                      stride_, 16 * t.m.row_bytes()};
       unpack_rows(from, k0, k1, {a, 2 * kTile});
       if (t.rows < 16)
         for (size_t k = k0, j = 0; k < k1; k += 32, j += 2 * kTile)
@@ -125,8 +124,10 @@ void multiply_block(const RowTile* rows, size_t expert, const uint16_t* x, size_
       const uint16_t* b = x + (t * blocks + b0) * kTile;
       float* sums = all_sums + t / 2 * kSums;
       bool pair = t + 1 < tiles;
-      if (b0 == 0) zero_sums();
-      else if (!few) load_sums(sums);
+      if (b0 == 0)
+        zero_sums();
+      else if (!few)
+        load_sums(sums);
       pair ? multiply_pair(a, b, blocks * kTile, n) : multiply_single(a, b, n);
       bool last = b0 + n == blocks;
       if (last || !few) store_sums(sums);
@@ -148,8 +149,8 @@ void store_hidden(const float* h, size_t row0, uint16_t* tile) {
   }
 }
 
-void gate_up_vectors(const Matrix& gate, const Matrix& up, size_t expert, size_t row0,
-                     size_t rows, const VectorPanel& x, size_t tokens, uint16_t* h) {
+void gate_up_vectors(const Matrix& gate, const Matrix& up, size_t expert, size_t row0, size_t rows,
+                     const VectorPanel& x, size_t tokens, uint16_t* h) {
   alignas(64) float g[kVectorTokens * kBlockRows] = {}, u[kVectorTokens * kBlockRows] = {};
   vector_rows(gate, expert, row0, rows, x, tokens, g, kBlockRows);
   vector_rows(up, expert, row0, rows, x, tokens, u, kBlockRows);
@@ -200,15 +201,14 @@ void store_row(const Scatter& out, size_t token, size_t row0, size_t n, __m512 l
   _mm512_mask_storeu_epi16(static_cast<uint16_t*>(out.base) + at, m, v);
 }
 
-void project(const Matrix& w, size_t expert, size_t row0, size_t rows, const void* x,
-             size_t tokens, const Scatter& out) {
+void project(const Matrix& w, size_t expert, size_t row0, size_t rows, const void* x, size_t tokens,
+             const Scatter& out) {
   auto* xs = static_cast<const uint16_t*>(x);
   alignas(64) float added[kBlockRows] = {};
   for (size_t r = 0; r < rows; ++r) added[r] = w.added_to(expert, row0 + r);
   __m512 low_bias = _mm512_load_ps(added), high_bias = _mm512_load_ps(added + 16);
   auto store = [&](size_t token, __m512 low, __m512 high) {
-    store_row(out, token, row0, rows, _mm512_add_ps(low, low_bias),
-              _mm512_add_ps(high, high_bias));
+    store_row(out, token, row0, rows, _mm512_add_ps(low, low_bias), _mm512_add_ps(high, high_bias));
   };
   if (use_vectors(tokens)) {
     alignas(64) float y[kVectorTokens * kBlockRows] = {};
@@ -258,6 +258,7 @@ void softmax(float* scores, size_t n, size_t seen, float scale, void* out, Scala
 
 }  // namespace
 
-const Kernel amx_kernel = {"amx", kBlockRows, 512, panel_bytes, pack, gate_up, project, combine, softmax};
+const Kernel amx_kernel = {"amx",   kBlockRows, 512,     panel_bytes, pack,
+                           gate_up, project,    combine, softmax};
 
 }  // namespace mlx_moe

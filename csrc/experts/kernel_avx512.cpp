@@ -60,8 +60,8 @@ struct Simd {
   }
 
   static void nibbles(const uint8_t* src, size_t n, const int8_t* table, int8_t* dst) {
-    __m256i lut = _mm256_broadcastsi128_si256(
-        _mm_load_si128(reinterpret_cast<const __m128i*>(table)));
+    __m256i lut =
+        _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
     // Groups are at least 16 values, so n is a multiple of 16.
     for (size_t i = 0; i < n; i += 32) {
       __mmask16 m = n - i >= 32 ? 0xffff : 0xff;

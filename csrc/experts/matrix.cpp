@@ -27,9 +27,15 @@ void validate(const Matrix& m) {
       known = ((m.bits >= 2 && m.bits <= 6) || m.bits == 8) &&
               (m.group == 32 || m.group == 64 || m.group == 128);
       break;
-    case Mode::mxfp4: known = m.bits == 4 && m.group == 32; break;
-    case Mode::mxfp8: known = m.bits == 8 && m.group == 32; break;
-    default: known = m.bits == 4 && m.group == 16; break;
+    case Mode::mxfp4:
+      known = m.bits == 4 && m.group == 32;
+      break;
+    case Mode::mxfp8:
+      known = m.bits == 8 && m.group == 32;
+      break;
+    default:
+      known = m.bits == 4 && m.group == 16;
+      break;
   }
   require(known, "unknown quantisation: " + got +
                      "; known: affine 2-6 or 8 bits in groups of 32, 64 or 128, mxfp4 and mxfp8 "

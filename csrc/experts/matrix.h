@@ -17,14 +17,14 @@ enum class Mode : uint8_t { dense, affine, mxfp4, mxfp8, nvfp4 };
 // (affine: w = scale * q + bias; the others: w = scale * value(q)).
 struct Matrix {
   Mode mode = Mode::dense;
-  Scalar type = Scalar::f32;    // of dense values, or of affine scales and biases
-  int bits = 0, group = 0;      // quantised modes only
+  Scalar type = Scalar::f32;  // of dense values, or of affine scales and biases
+  int bits = 0, group = 0;    // quantised modes only
   size_t experts = 0, rows = 0, cols = 0;
   const uint8_t* weight = nullptr;
   const uint8_t* scales = nullptr;
-  const uint8_t* biases = nullptr;       // affine
-  const float* global_scale = nullptr;   // nvfp4, one an expert, optional
-  const uint8_t* added = nullptr;        // added to the output, [experts, rows], optional
+  const uint8_t* biases = nullptr;      // affine
+  const float* global_scale = nullptr;  // nvfp4, one an expert, optional
+  const uint8_t* added = nullptr;       // added to the output, [experts, rows], optional
   Scalar added_type = Scalar::f32;
 
   size_t groups() const { return cols / size_t(group); }

@@ -46,14 +46,23 @@ template <class Simd>
 const int8_t* unpack_codes(const Matrix& m, const uint8_t* src, int8_t* codes) {
   auto* out = reinterpret_cast<uint8_t*>(codes);
   switch (m.bits) {
-    case 2: unpack_bits<Simd, 2>(src, m.cols, out); break;
-    case 3: unpack_bits<Simd, 3>(src, m.cols, out); break;
+    case 2:
+      unpack_bits<Simd, 2>(src, m.cols, out);
+      break;
+    case 3:
+      unpack_bits<Simd, 3>(src, m.cols, out);
+      break;
     case 4:
       Simd::nibbles(src, m.cols, m.mode == Mode::affine ? kNibbles : kE2M1Doubled, codes);
       break;
-    case 5: unpack_bits<Simd, 5>(src, m.cols, out); break;
-    case 6: unpack_bits<Simd, 6>(src, m.cols, out); break;
-    default: return reinterpret_cast<const int8_t*>(src);
+    case 5:
+      unpack_bits<Simd, 5>(src, m.cols, out);
+      break;
+    case 6:
+      unpack_bits<Simd, 6>(src, m.cols, out);
+      break;
+    default:
+      return reinterpret_cast<const int8_t*>(src);
   }
   return codes;
 }

@@ -7,9 +7,12 @@
 
 #include "routing/rows.h"
 #include "support/error.h"
+#include "support/thread_pool.h"
 
 namespace mlx_moe {
 namespace {
+
+constexpr size_t kChunk = 16;  // tokens a task
 
 std::vector<int32_t> row_of_assignments(const int32_t* assignments, size_t n, size_t total) {
   std::vector<int32_t> row(total, -1);
@@ -55,11 +58,16 @@ void combine(const Rows& rows, const int32_t* assignments, const float* scores, 
   const AddScaled add = adder(rows.type);
   const char* data = static_cast<const char*>(rows.data);
   const size_t row_bytes = rows.width * size_of(rows.type);
-  for (size_t t = 0; t < tokens; ++t, out += rows.width) {
-    if (!accumulate) std::fill_n(out, rows.width, 0.0f);
+  const auto sum = [&](size_t t) {
+    float* to = out + t * rows.width;
+    if (!accumulate) std::fill_n(to, rows.width, 0.0f);
     for (size_t a = t * top_k; a < (t + 1) * top_k; ++a)
-      if (row[a] >= 0) add(data + size_t(row[a]) * row_bytes, scores[a], rows.width, out);
-  }
+      if (row[a] >= 0) add(data + size_t(row[a]) * row_bytes, scores[a], rows.width, to);
+  };
+  ThreadPool::shared().run((tokens + kChunk - 1) / kChunk, [&](size_t chunk) {
+    const size_t end = std::min(tokens, (chunk + 1) * kChunk);
+    for (size_t t = chunk * kChunk; t < end; ++t) sum(t);
+  });
 }
 
 }  // namespace mlx_moe

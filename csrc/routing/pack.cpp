@@ -7,6 +7,7 @@
 
 #include "routing/rows.h"
 #include "support/error.h"
+#include "support/thread_pool.h"
 
 namespace mlx_moe {
 namespace {
@@ -82,17 +83,19 @@ void pack(const Rows& x, const Buckets& kept, const Tiling& tiling, Scalar type,
   const size_t from_bytes = x.width * size_of(x.type), to_bytes = x.width * size_of(type);
   const char* from = static_cast<const char*>(x.data);
   char* to = static_cast<char*>(tiles);
-  for (size_t g = 0; g < tiling.groups; ++g) {
+  ThreadPool::shared().run(tiling.groups, [&](size_t g) {
+    char* row = to + g * tiling.capacity * to_bytes;
+    int32_t* slot = slots + g * tiling.capacity;
     const int32_t* offset = kept.offsets + tiling.experts[g];
-    for (int32_t i = offset[0]; i < offset[1]; ++i, to += to_bytes) {
+    for (int32_t i = offset[0]; i < offset[1]; ++i, row += to_bytes) {
       const int32_t assignment = kept.order[i];
-      convert(from + size_t(assignment) / tiling.top_k * from_bytes, to, x.width);
-      *slots++ = assignment;
+      convert(from + size_t(assignment) / tiling.top_k * from_bytes, row, x.width);
+      *slot++ = assignment;
     }
     const size_t empty = tiling.capacity - size_t(offset[1] - offset[0]);
-    to = std::fill_n(to, empty * to_bytes, 0);
-    slots = std::fill_n(slots, empty, -1);
-  }
+    std::fill_n(row, empty * to_bytes, 0);
+    std::fill_n(slot, empty, -1);
+  });
 }
 
 }  // namespace mlx_moe

@@ -28,7 +28,7 @@ static inline uint16_t f32_to_f16(float f) {
   u &= 0x7fffffff;
   if (u > 0x7f800000) return uint16_t(sign | 0x7e00);
   if (u >= 0x477ff000) return uint16_t(sign | 0x7c00);  // rounds to 65536 or more
-  if (u < 0x38800000) {                                 // subnormal half: add 0.5 to align the mantissa
+  if (u < 0x38800000) {  // subnormal half: add 0.5 to align the mantissa
     float shifted = __builtin_bit_cast(float, u) + 0.5f;
     return uint16_t(sign | (__builtin_bit_cast(uint32_t, shifted) - 0x3f000000));
   }
@@ -47,8 +47,10 @@ static inline float load_scalar(Scalar t, const void* p, size_t i) {
 }
 
 static inline void store_scalar(Scalar t, void* p, size_t i, float v) {
-  if (t == Scalar::f32) static_cast<float*>(p)[i] = v;
-  else static_cast<uint16_t*>(p)[i] = t == Scalar::bf16 ? f32_to_bf16(v) : f32_to_f16(v);
+  if (t == Scalar::f32)
+    static_cast<float*>(p)[i] = v;
+  else
+    static_cast<uint16_t*>(p)[i] = t == Scalar::bf16 ? f32_to_bf16(v) : f32_to_f16(v);
 }
 
 }  // namespace mlx_moe

@@ -88,7 +88,8 @@ void ThreadPool::worker(size_t self) {
   uint32_t seen = 0;
   for (;;) {
     bool joined = false;
-    for (int i = 0; i < kSpins && !joined && !stop_; ++i) (joined = try_join(seen)) ? void() : pause();
+    for (int i = 0; i < kSpins && !joined && !stop_; ++i)
+      (joined = try_join(seen)) ? void() : pause();
     if (!joined) {
       std::unique_lock lock(sleep_);
       ++sleepers_;

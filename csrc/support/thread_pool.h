@@ -29,8 +29,8 @@ class ThreadPool {
   // as the load allows. The first exception is rethrown here once every thread has stopped.
   template <class Fn>
   void run(size_t n, Fn&& fn) {
-    run_indices(n, [](void* f, size_t i) { (*static_cast<std::remove_reference_t<Fn>*>(f))(i); },
-                &fn);
+    run_indices(
+        n, [](void* f, size_t i) { (*static_cast<std::remove_reference_t<Fn>*>(f))(i); }, &fn);
   }
 
  private:
@@ -51,8 +51,8 @@ class ThreadPool {
   std::vector<std::thread> threads_;
   Call call_ = nullptr;
   void* fn_ = nullptr;
-  std::mutex caller_;                // held by the thread whose job runs
-  std::atomic<uint64_t> gate_{0};    // job number << 32 | open << 31 | workers inside
+  std::mutex caller_;              // held by the thread whose job runs
+  std::atomic<uint64_t> gate_{0};  // job number << 32 | open << 31 | workers inside
   std::mutex sleep_;
   std::condition_variable wake_;
   std::atomic<int> sleepers_{0};

@@ -144,9 +144,7 @@ class Product:
         out = self._grouped(weights, ids, v.swapaxes(-1, -2), dtype, dtype)
         return out.reshape(batch, heads, queries, -1)
 
-    def _softmax(
-        self, scores: mx.array, mask: mx.array | None, sinks: mx.array | None
-    ) -> mx.array:
+    def _softmax(self, scores: mx.array, mask: mx.array | None, sinks: mx.array | None) -> mx.array:
         """Any mask, and sinks: logits that take weight and give nothing."""
         scores = scores * self.options["scale"]
         if mask is not None and mask.dtype == mx.bool_:

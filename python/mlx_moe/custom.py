@@ -50,7 +50,9 @@ def eager(compute: Function, stock: Function, arrays: Sequence[mx.array]) -> mx.
     return result
 
 
-def filled(shape: tuple[int, ...], dtype: mx.Dtype, run: Callable[..., None], *args: Any) -> mx.array:
+def filled(
+    shape: tuple[int, ...], dtype: mx.Dtype, run: Callable[..., None], *args: Any
+) -> mx.array:
     """An evaluated array of the given shape that `run(*args, out)`, a core function, wrote."""
     if math.prod(shape) <= SMALL:
         out = core.empty(shape, _NAMES[dtype])

@@ -43,9 +43,7 @@ def replaced_class(base: type) -> type:
     """The subclass of `base` (made once) whose instances run through `forward`."""
     if base not in _classes:
 
-        def __call__(
-            self: Any, x: mx.array, indices: mx.array, *args: Any, **kwargs: Any
-        ) -> Any:
+        def __call__(self: Any, x: mx.array, indices: mx.array, *args: Any, **kwargs: Any) -> Any:
             if args or kwargs:
                 self._moe_layer.counters.fell_back("arguments", DETAILS["arguments"])
                 return base.__call__(self, x, indices, *args, **kwargs)

@@ -39,9 +39,7 @@ const std::vector<Format> kFormats = {
 const Scalar kTypes[] = {Scalar::f32, Scalar::f16, Scalar::bf16};
 
 // Relative Frobenius error; bfloat16 tiles, which also serve float16, round weights and h too.
-double tolerance(Scalar type) {
-  return type == Scalar::f32 ? 2e-6 : 5.5e-3;
-}
+double tolerance(Scalar type) { return type == Scalar::f32 ? 2e-6 : 5.5e-3; }
 
 // Runs the body once for each instruction set of this machine.
 template <class Body>
