@@ -1,12 +1,17 @@
 """Fast, exact Mixture-of-Experts layers for mlx-lm."""
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
 from . import core
-from .dense import replace_linear_layers, restore_linear_layers
 from .errors import InvalidArgument, MoEError, NoMoELayers, UnsupportedLayer
-from .loading import load
-from .replace import Replacement, replace_moe_layers, restore_moe_layers
+
+if TYPE_CHECKING:
+    from .dense import replace_linear_layers, restore_linear_layers
+    from .loading import load
+    from .replace import replace_moe_layers, restore_moe_layers
+    from .replacement import Replacement
 
 try:
     __version__ = version("mlx-npumoe")
@@ -27,3 +32,24 @@ __all__ = [
     "restore_linear_layers",
     "restore_moe_layers",
 ]
+
+# Imported at first use: mlx-lm brings transformers, which takes over a second.
+_MODULES = {
+    "Replacement": "replacement",
+    "load": "loading",
+    "replace_linear_layers": "dense",
+    "replace_moe_layers": "replace",
+    "restore_linear_layers": "dense",
+    "restore_moe_layers": "replace",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

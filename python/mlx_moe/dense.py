@@ -11,7 +11,8 @@ from . import core
 from .attention import AttentionLayer, model_class
 from .custom import CannotEvaluate, eager, evaluate, filled
 from .errors import InvalidArgument, NoMoELayers, NotContiguous
-from .replace import ReplacedLayer, Replacement, find_modules, resolve_backend, swap, unswap
+from .replace import find_modules, resolve_backend, swap, unswap
+from .replacement import ReplacedLayer, Replacement
 from .stats import DETAILS, Counters
 from .weights import FLOATS, PLAIN_KEYS, Linear, UnknownFormat, describe, own_class
 

@@ -12,7 +12,8 @@ import mlx_lm.utils
 
 from .dense import replace_linear_layers
 from .errors import NoMoELayers
-from .replace import Replacement, replace_moe_layers
+from .replace import replace_moe_layers
+from .replacement import Replacement
 
 log = logging.getLogger("mlx_moe")
 

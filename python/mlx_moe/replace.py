@@ -1,6 +1,5 @@
 """Find a model's expert layers, swap their forward, and put it back."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -10,6 +9,7 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from . import probe
 from .errors import InvalidArgument, NoMoELayers, UnsupportedLayer
 from .layers import LINEARS, PROJECTIONS, Layer, replaced_class
+from .replacement import ReplacedLayer, Replacement
 from .stats import Counters
 from .weights import describe, own_class
 
@@ -58,67 +58,6 @@ DEFERRED_FAMILIES = frozenset(
         "step3p5",
     }
 )
-
-
-@dataclass
-class ReplacedLayer:
-    """One row of `Replacement.layers`.
-
-    Attributes:
-        name: dotted path in the model.
-        family: the model file (mlx-lm's name for the architecture) of the calling block.
-        experts: number of experts, None for a dense layer.
-        dtype: of the values ("bfloat16"), or the mode ("mxfp4") of floating-point formats.
-        bits: per weight if quantised, else None.
-        backend: "cpu" or "stock".
-    """
-
-    name: str
-    family: str
-    experts: int | None
-    dtype: str
-    bits: int | None
-    backend: str
-    _layer: Any = field(default=None, repr=False, compare=False)
-    _top_k: int | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def top_k(self) -> int | None:
-        """Experts per token: as the block says, else as last called, else None."""
-        return self._top_k or getattr(self._layer, "top_k", None)
-
-
-@dataclass
-class Replacement:
-    """What one call replaced. `str()` is a table, `restore()` undoes it."""
-
-    layers: list[ReplacedLayer]
-    _model: Any = field(repr=False, compare=False)
-    _restore: Any = field(repr=False, compare=False)
-
-    def stats(self) -> dict[str, dict[str, Any]]:
-        """Per layer name: calls, tokens, kernel_calls, and fallbacks by reason."""
-        return {
-            layer.name: layer._layer.counters.as_dict()
-            for layer in self.layers
-            if layer._layer is not None
-        }
-
-    def restore(self) -> None:
-        """Put every layer's own class back; the model is exactly as it was."""
-        self._restore(self._model)
-
-    def __str__(self) -> str:
-        head: tuple[str, ...] = ("layer", "family", "experts", "top-k", "weights", "backend")
-        rows = [head]
-        for layer in self.layers:
-            weights = layer.dtype if layer.bits is None else f"{layer.bits}-bit {layer.dtype}"
-            cells = (layer.name, layer.family, layer.experts, layer.top_k, weights, layer.backend)
-            rows.append(tuple("-" if cell is None else str(cell) for cell in cells))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join(line.rstrip() for line in lines)
 
 
 def resolve_backend(backend: str) -> str:

@@ -16,9 +16,9 @@ import numpy as np
 from .. import core
 from ..errors import MoEError
 from ..loading import replace_layers, trust_option
+from ..tables import table
 from .common import add_backend_option, command, missing_model_is_an_error
 from .measure import SIDES, Measurement, Workload, measure
-from .report import table
 
 PERCENTILES = (50, 95, 99)
 

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..loading import Replaced
-from .report import table
+from ..tables import table
 
 WARM_UP_TOKENS = 2  # MLX compiles kernels and pages weights in at first use
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..loading import Replaced
+from ..replacement import FACTS, ReplacedLayer
+from ..stats import Counters
+from ..tables import table
 
-FACTS = ("family", "experts", "top-k", "weights", "backend")
 COUNTS = ("tokens", "calls", "kernel calls", "fallbacks")
 
 
@@ -18,7 +20,7 @@ class Record:
 
     name: str
     facts: tuple[str, ...]  # as FACTS
-    counters: Any  # None for a layer that was left to stock code
+    counters: Counters | None  # None for a layer that was left to stock code
 
     def counts(self) -> tuple[int, ...]:
         """As COUNTS."""
@@ -38,11 +40,8 @@ def records(replaced: Replaced) -> list[Record]:
     return [record(layer) for part in parts for layer in part.layers]
 
 
-def record(layer: Any) -> Record:
-    weights = layer.dtype if layer.bits is None else f"{layer.bits}-bit {layer.dtype}"
-    facts = (layer.family, layer.experts, layer.top_k, weights, layer.backend)
-    cells = tuple("-" if fact is None else str(fact) for fact in facts)
-    return Record(layer.name, cells, None if layer._layer is None else layer._layer.counters)
+def record(layer: ReplacedLayer) -> Record:
+    return Record(layer.name, layer.facts, layer.counters)
 
 
 def write(ran: Sequence[Record], form: str) -> None:
@@ -72,17 +71,3 @@ def summary(ran: Iterable[Record]) -> list[list[str]]:
         totals = max(tokens), *map(sum, calls)
         rows.append([str(len(counts)), *facts, *map(str, totals)])
     return rows
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A plain text table: the first column to the left, the others to the right."""
-    lines = [list(header), *(list(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )

@@ -1,0 +1,80 @@
+"""What was replaced: one row for each layer, its counters, and the way back."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .stats import Counters
+from .tables import table
+
+FACTS = ("family", "experts", "top-k", "weights", "backend")
+
+
+@dataclass
+class ReplacedLayer:
+    """One row of `Replacement.layers`.
+
+    Attributes:
+        name: dotted path in the model.
+        family: the model file (mlx-lm's name for the architecture) of the calling block.
+        experts: number of experts, None for a dense layer.
+        dtype: of the values ("bfloat16"), or the mode ("mxfp4") of floating-point formats.
+        bits: per weight if quantised (the most, where projections differ), else None.
+        backend: "cpu" or "stock".
+    """
+
+    name: str
+    family: str
+    experts: int | None
+    dtype: str
+    bits: int | None
+    backend: str
+    _layer: Any = field(default=None, repr=False, compare=False)
+    _top_k: int | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def top_k(self) -> int | None:
+        """Experts per token: as the block says, else as last called, else None."""
+        return self._top_k or getattr(self._layer, "top_k", None)
+
+    @property
+    def counters(self) -> Counters | None:
+        """What the layer has done; None if it was left to stock code."""
+        return None if self._layer is None else self._layer.counters
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """Texts for a table, as FACTS."""
+        weights = self.dtype if self.bits is None else f"{self.bits}-bit {self.dtype}"
+        facts = (self.family, self.experts, self.top_k, weights, self.backend)
+        return tuple("-" if fact is None else str(fact) for fact in facts)
+
+
+@dataclass
+class Replacement:
+    """What one call replaced. `str()` is a table, `restore()` undoes it.
+
+    Attributes:
+        layers: a `ReplacedLayer` for each layer, in the model's order.
+    """
+
+    layers: list[ReplacedLayer]
+    _model: Any = field(repr=False, compare=False)
+    _restore: Any = field(repr=False, compare=False)
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """Per layer name: calls, tokens, kernel_calls, and fallbacks {reason: count}.
+
+        Layers that were left to stock code are not counted and not listed.
+        """
+        return {
+            layer.name: layer.counters.as_dict()
+            for layer in self.layers
+            if layer.counters is not None
+        }
+
+    def restore(self) -> None:
+        """Put every layer's own class back; the model is exactly as it was."""
+        self._restore(self._model)
+
+    def __str__(self) -> str:
+        return table(("layer", *FACTS), [(layer.name, *layer.facts) for layer in self.layers])
