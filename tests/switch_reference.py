@@ -1,5 +1,7 @@
 """Small expert layers of every kind, and their float64 values."""
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
@@ -7,7 +9,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
-from mlx_moe import core
+from mlx_moe import Replacement, core
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 64, 128, 8, 2
 FORMATS = ("float32", "bfloat16", "float16", "affine-4", "affine-8", "mxfp4", "mxfp8", "nvfp4")
@@ -44,13 +46,7 @@ def mlp(bias: bool = False, **kwargs: Any) -> SwitchMLP:
 
 def block(layer: nn.Module, weights: str = "float32", caller: type[Block] = FamilyBlock) -> Block:
     """`layer` in a block in evaluation mode, its weights in one of FORMATS."""
-    if weights.startswith("affine"):
-        nn.quantize(layer, 64, int(weights[-1]))
-    elif weights in ("mxfp4", "mxfp8", "nvfp4"):
-        sizes = {"mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
-        nn.quantize(layer, *sizes[weights], mode=weights)
-    else:
-        layer.set_dtype(getattr(mx, weights))
+    quantise(layer, weights)
     made = caller(layer)
     made.eval()
     mx.eval(made.parameters())
@@ -77,6 +73,29 @@ def calls_since(before: dict[str, int]) -> dict[str, int]:
     """C++ calls since `before = core.calls()`, by function."""
     now = core.calls()
     return {name: n - before.get(name, 0) for name, n in now.items() if n != before.get(name, 0)}
+
+
+def only(replacement: Replacement) -> dict[str, Any]:
+    """The counters of the one layer that was replaced."""
+    (counts,) = replacement.stats().values()
+    return counts
+
+
+def in_threads(run: Callable[[int], float], cases: int, times: int = 40) -> list[float]:
+    """Results of `run(case)`, every case `times` times, from four threads at once."""
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(lambda i: run(i % cases), range(cases * times)))
+
+
+def quantise(model: nn.Module, weights: str) -> None:
+    """Give `model` weights of one of FORMATS, in place."""
+    sizes = {"mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
+    if weights.startswith("affine"):
+        nn.quantize(model, 64, int(weights[-1]))
+    elif weights in sizes:
+        nn.quantize(model, *sizes[weights], mode=weights)
+    else:
+        model.set_dtype(getattr(mx, weights))
 
 
 def float64(array: mx.array) -> np.ndarray:

@@ -1,13 +1,19 @@
 """Dense layers on the kernels: values, what is seen of later changes, restoring, refusing."""
 
-import threading
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.tuner.lora import LoRALinear
-from switch_reference import FORMATS, TOLERANCE, calls_since, error, float64
+from switch_reference import (
+    FORMATS,
+    TOLERANCE,
+    calls_since,
+    error,
+    float64,
+    in_threads,
+    quantise,
+)
 
 from mlx_moe import (
     InvalidArgument,
@@ -41,13 +47,7 @@ class Single(nn.Module):
 
 
 def prepare(model: nn.Module, weights: str) -> nn.Module:
-    if weights.startswith("affine"):
-        nn.quantize(model, 64, int(weights[-1]))
-    elif weights in ("mxfp4", "mxfp8", "nvfp4"):
-        sizes = {"mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
-        nn.quantize(model, *sizes[weights], mode=weights)
-    else:
-        model.set_dtype(getattr(mx, weights))
+    quantise(model, weights)
     model.eval()
     mx.eval(model.parameters())
     return model
@@ -198,22 +198,10 @@ def test_threads_share_a_model() -> None:
     model = prepare(Single(), "affine-4")
     work = [mx.random.normal((tokens, INPUTS)) for tokens in (2, 9, 65)]
     expected = [exact(model.table, x) for x in work]
-    replace_linear_layers(model)
-    wrong: list[float] = []
-
-    def run(first: int) -> None:
-        for i in range(30):
-            index = (first + i) % len(work)
-            found = error(model(work[index]), expected[index])
-            if not found < 1e-5:
-                wrong.append(found)
-
-    threads = [threading.Thread(target=run, args=(first,)) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    replacement = replace_linear_layers(model)
+    errors = in_threads(lambda i: error(model(work[i]), expected[i]), len(work))
+    assert max(errors) < 1e-5
+    assert counts(replacement)["kernel_calls"] == len(errors)
 
 
 def test_refusals() -> None:
@@ -225,3 +213,16 @@ def test_refusals() -> None:
     replacement = replace_linear_layers(model, backend="stock")
     assert type(model.table) is nn.Linear
     assert {row.backend for row in replacement.layers} == {"stock"}
+
+
+def test_a_format_that_the_shapes_deny_is_an_error_with_the_layers_name() -> None:
+    model = prepare(Single(), "affine-4")
+    replace_linear_layers(model)
+    model.table.bits = 8
+    with pytest.raises(InvalidArgument, match=r"^table: weight has .* 8 bits"):
+        mx.eval(model(mx.ones((TOKENS, INPUTS))))
+
+
+def test_a_lone_layer_has_no_attention_product() -> None:
+    layer = nn.Linear(INPUTS, OUTPUTS).eval()
+    assert [row.name for row in replace_linear_layers(layer).layers] == [""]

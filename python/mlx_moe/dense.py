@@ -1,14 +1,14 @@
 """The same kernels for dense linear layers, where MLX computes on the CPU."""
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import core
-from .attention import AttentionLayer, model_class
+from . import attention, core
 from .custom import CannotEvaluate, eager, evaluate, filled
 from .errors import InvalidArgument, NoMoELayers, NotContiguous
 from .replace import find_modules, resolve_backend, swap, unswap
@@ -61,7 +61,8 @@ def replace_linear_layers(model: nn.Module, *, backend: str = "auto") -> Replace
         backend: "cpu", "stock", or "auto": "cpu" where MLX's default device is the CPU.
 
     Returns:
-        The `Replacement`; `experts` and `top_k` of its layers are None.
+        The `Replacement`; `experts` and `top_k` of its layers are None, and its last row is
+        "(attention product)", for all of the model's.
 
     Raises:
         InvalidArgument: unknown backend.
@@ -83,18 +84,18 @@ def replace_linear_layers(model: nn.Module, *, backend: str = "auto") -> Replace
         )
     for module, row in rows:
         swap(module, row, dense_class, "_moe_dense")
-    attention = _attention_row(model, rows[0][1], target, logged)
+    replaced = [row for _, row in rows]
     if own_class(model) not in FORWARDS:  # a lone linear layer has no attention
-        swap(model, attention, model_class, "_moe_attention")
-    return Replacement([*(row for _, row in rows), attention], model, restore_linear_layers)
+        replaced.append(_attention_row(model, target, logged))
+        swap(model, replaced[-1], attention.model_class, "_moe_attention")
+    return Replacement(replaced, model, restore_linear_layers)
 
 
-def _attention_row(
-    model: nn.Module, like: ReplacedLayer, target: str, logged: set[str]
-) -> ReplacedLayer:
-    name = "(attention product)"
-    layer = AttentionLayer(name, Counters(name, logged)) if target == "cpu" else None
-    return ReplacedLayer(name, like.family, None, "input's", None, target, layer)
+def _attention_row(model: nn.Module, target: str, logged: set[str]) -> ReplacedLayer:
+    name, family = attention.NAME, own_class(model).__module__.rpartition(".")[2]
+    counters = Counters(name, logged)
+    layer = attention.AttentionLayer(name, counters) if target == "cpu" else None
+    return ReplacedLayer(name, family, None, "input's", None, target, layer)
 
 
 def restore_linear_layers(model: nn.Module) -> None:
@@ -131,56 +132,62 @@ _classes: dict[Any, Any] = {}
 
 def forward(module: Any, layer: DenseLayer, x: mx.array) -> mx.array:
     """`x` [..., K] times the module's weight [N, K], plus its bias: [..., N]."""
-    counters = layer.counters
     base = type(module)._moe_base
+    stock = getattr(base, FORWARDS[base])
     tokens = x.size // x.shape[-1] if x.size else 0
-    counters.called(tokens)
-
-    def fall_back(reason: str, detail: str = "") -> None:
-        counters.fell_back(reason, detail or DETAILS[reason])
-
-    def stock(x: mx.array, *arrays: mx.array) -> mx.array:
-        twin = linear.twin(list(arrays))
-        return getattr(base, FORWARDS[base])(twin, x)
+    layer.counters.called(tokens)
+    if reason := _stock_reason(module, layer, x):
+        layer.counters.fell_back(reason, DETAILS[reason])
+        return stock(module, x)
+    if _is_small(module, tokens * x.shape[-1]):
+        return stock(module, x)
+    linear = Linear(module, layer.name)
 
     def compute(x: mx.array, *arrays: mx.array) -> mx.array:
-        rows = x if x.dtype == dtype else x.astype(dtype)
-        evaluate(rows, *arrays, *linear.fixed.values())
-        shape = (*x.shape[:-1], linear.rows)
-        matrix = linear.matrix(list(arrays))
-        try:
-            out = filled(shape, dtype, core.linear, rows, matrix)
-        except NotContiguous:
-            rows = mx.contiguous(rows)
-            evaluate(rows)
-            out = filled(shape, dtype, core.linear, rows, matrix)
-        counters.ran(1)
-        return out
+        result = _product(linear, x, arrays)
+        layer.counters.ran(1)
+        return result
 
-    reason = None
-    if layer.training(module):
-        reason = "training"
-    elif not module.keys() <= PLAIN_KEYS:
-        reason = "adapter"
-    elif x.ndim < 2:
-        reason = "shape"
-    elif x.dtype not in FLOATS:
-        reason = "dtype"
-    if reason or _is_small(module, tokens * x.shape[-1]):
-        if reason:
-            fall_back(reason)
-        return getattr(base, FORWARDS[base])(module, x)
-    linear = Linear(module)
-    dtype = linear.out_dtype(x.dtype)
+    def differentiable(x: mx.array, *arrays: mx.array) -> mx.array:
+        return stock(linear.twin(arrays), x)
+
     try:
-        return eager(compute, stock, [x, *linear.arrays])
+        return eager(compute, differentiable, [x, *linear.arrays])
     except CannotEvaluate:
-        fall_back("tracing")
+        layer.counters.fell_back("tracing", DETAILS["tracing"])
+        return stock(module, x)
     except UnknownFormat as error:
-        fall_back("format", str(error))
+        layer.counters.fell_back("format", str(error))
+        try:
+            return stock(module, x)
+        except ValueError:
+            raise InvalidArgument(str(error)) from None
     except InvalidArgument as error:
         raise InvalidArgument(f"{layer.name}: {error}") from error
-    return getattr(base, FORWARDS[base])(module, x)
+
+
+def _stock_reason(module: Any, layer: DenseLayer, x: mx.array) -> str | None:
+    if layer.training(module):
+        return "training"
+    if not module.keys() <= PLAIN_KEYS:
+        return "adapter"
+    if x.ndim < 2:
+        return "shape"
+    return None if x.dtype in FLOATS else "dtype"
+
+
+def _product(linear: Linear, x: mx.array, arrays: Sequence[mx.array]) -> mx.array:
+    """The kernel's result, with `arrays` for the layer's own."""
+    dtype = linear.out_dtype(x.dtype)
+    rows = x if x.dtype == dtype else x.astype(dtype)
+    evaluate(rows, *arrays, *linear.fixed.values())
+    shape, matrix = (*x.shape[:-1], linear.rows), linear.matrix(arrays)
+    try:
+        return filled(shape, dtype, core.linear, rows, matrix)
+    except NotContiguous:
+        rows = mx.contiguous(rows)
+        evaluate(rows)
+        return filled(shape, dtype, core.linear, rows, matrix)
 
 
 def _is_small(module: Any, values: int) -> bool:

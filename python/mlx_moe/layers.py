@@ -92,7 +92,8 @@ class Call:
 
     def __init__(self, module: Any, layer: Layer, x: mx.array, indices: mx.array):
         self.module, self.layer, self.x, self.indices = module, layer, x, indices
-        self.linears = [Linear(module[name]) for name in PROJECTIONS[layer.kind]]
+        names = PROJECTIONS[layer.kind]
+        self.linears = [Linear(module[name], f"{layer.name}.{name}") for name in names]
         self.fused = (
             layer.kind == "glu"
             and type(module.activation) in layer.swiglus
@@ -134,7 +135,7 @@ class Call:
             try:
                 return stock(*arrays)
             except ValueError:
-                raise InvalidArgument(f"{self.layer.name}: {error}") from None
+                raise InvalidArgument(str(error)) from None
         except InvalidArgument as error:
             raise InvalidArgument(f"{self.layer.name}: {error}") from error
 

@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.utils
 
+from . import attention
 from .dense import replace_linear_layers
 from .errors import NoMoELayers
 from .replace import replace_moe_layers
@@ -50,7 +51,9 @@ class Replaced:
     def __str__(self) -> str:
         name = type(self.model).__module__.rpartition(".")[2]
         moe = f"{len(self.moe.layers)} MoE layers replaced" if self.moe else "no MoE layers"
-        dense = f", {len(self.dense.layers)} dense layers replaced" if self.dense else ""
+        names = [layer.name for layer in self.dense.layers] if self.dense else []
+        count = len([name for name in names if name != attention.NAME])
+        dense = f", {count} dense layers replaced" if count else ""
         return f"{name}: {moe}{dense}"
 
 

@@ -30,14 +30,15 @@ class Linear:
 
     Attributes:
         module: the module that was read.
+        name: its path, for errors.
         names, arrays: its floating-point arrays, which gradients can reach.
         fixed: its other arrays (packed weights, uint8 scales, global scales) by name.
     """
 
-    __slots__ = ("arrays", "fixed", "module", "names")
+    __slots__ = ("arrays", "fixed", "module", "name", "names")
 
-    def __init__(self, module: Any):
-        self.module = module
+    def __init__(self, module: Any, name: str):
+        self.module, self.name = module, name
         self.names: list[str] = []
         self.arrays: list[mx.array] = []
         self.fixed: dict[str, mx.array] = {}
@@ -72,7 +73,7 @@ class Linear:
         try:
             return core.Matrix(**given)
         except (InvalidArgument, TypeError) as error:
-            raise UnknownFormat(str(error)) from error
+            raise UnknownFormat(f"{self.name}: {error}") from error
 
     def twin(self, arrays: Sequence[mx.array]) -> Any:
         """A shallow copy of the module that holds `arrays` in place of `self.arrays`."""
