@@ -27,6 +27,7 @@ def dense(linear: nn.Module) -> SwitchLinear:
 
 def _dequantize(linear: QuantizedSwitchLinear) -> mx.array:
     scales, biases = linear.scales, linear.get("biases")
+    global_scale = linear.get("global_scale")  # mlx-lm 0.31 does not know it
     if linear.mode == "affine":
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
     experts = []
@@ -39,7 +40,7 @@ def _dequantize(linear: QuantizedSwitchLinear) -> mx.array:
                 linear.group_size,
                 linear.bits,
                 mode=linear.mode,
-                global_scale=None if linear.global_scale is None else linear.global_scale[e],
+                global_scale=None if global_scale is None else global_scale[e],
                 dtype=mx.float32,
             )
         )

@@ -145,7 +145,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "llama4": {
         "num_hidden_layers": 4,  # the model looks at its fourth layer's cache
-        "attention_chunk_size": 8,
+        "attention_chunk_size": 16,  # longer than the prompts: mlx-lm 0.31 fails past a chunk
         "interleave_moe_layer_step": 2,
         "intermediate_size_mlp": 128,
         "num_experts_per_tok": 1,
@@ -228,7 +228,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "use_conv_bias": True,
     },
     "olmoe": {},
-    "phimoe": {},
+    "phimoe": {
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0] * 8,
+            "long_factor": [1.0] * 8,
+            "short_mscale": 1.0,
+            "long_mscale": 1.0,
+        }
+    },
     "phixtral": {
         "num_vocab": 128,
         "model_dim": 64,

@@ -99,7 +99,7 @@ def test_the_table_names_every_model_file_with_a_switch_module() -> None:
         if p.stem != "switch_layers"
         and any(f"= {kind}(" in p.read_text() for kind in ("SwitchGLU", "SwitchMLP"))
     }
-    assert {f.name for f in FAMILIES} == files
+    assert {f.name for f in FAMILIES} == files and len(files) >= 34
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
@@ -141,7 +141,7 @@ BIASES = {
 }
 
 
-@pytest.mark.parametrize("name", BIASES)
+@pytest.mark.parametrize("name", [f.name for f in FAMILIES if f.name in BIASES])
 def test_biases(name: str) -> None:
     """SwiGLU experts with biases, which these families have by choice: three grouped products."""
     (family,) = (f for f in FAMILIES if f.name == name)
