@@ -1,14 +1,21 @@
-"""core.bucket against np.argsort(kind="stable") on the ids that MLX hands over, in turns."""
+"""core.bucket against np.argsort(kind="stable") on the ids that MLX hands over, in turns.
+
+    python benchmarks/bucket.py [--tokens 2048] [--top-k 8] [--experts 128] [--json F]
+
+Times are of whole calls from Python, on uint32 ids.
+"""
+
+from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import sys
-import time
 
 import numpy as np
+from common import format_seconds, in_turns, print_machine, spread, summary, write_json
 
 from mlx_moe import core
+from mlx_moe.tables import table
+
+REQUIRED = 20  # times argsort, at the default size
 
 
 def uniform_ids(tokens: int, top_k: int, experts: int) -> np.ndarray:
@@ -16,45 +23,37 @@ def uniform_ids(tokens: int, top_k: int, experts: int) -> np.ndarray:
     return np.argsort(random.random((tokens, experts)), axis=1)[:, :top_k].astype(np.uint32)
 
 
-def measure(tokens: int, top_k: int, experts: int, rounds: int) -> dict[str, float]:
-    """Median microseconds a call, Python overhead included."""
-    ids = uniform_ids(tokens, top_k, experts)
+def measure(ids: np.ndarray, experts: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Summaries of both, in seconds a call."""
     flat = ids.reshape(-1)
     calls = {
-        "bucket": lambda: core.bucket(ids, experts),
-        "argsort": lambda: np.argsort(flat, kind="stable"),
+        "core.bucket": lambda: core.bucket(ids, experts),
+        "np.argsort": lambda: np.argsort(flat, kind="stable"),
     }
     order, _ = core.bucket(ids, experts)
     assert np.array_equal(order, np.argsort(flat, kind="stable"))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start = time.perf_counter_ns()
-            call()
-            times[name].append((time.perf_counter_ns() - start) / 1000)
-    medians = {f"{name}_us": statistics.median(values) for name, values in times.items()}
-    return {**medians, "ratio": medians["argsort_us"] / medians["bucket_us"]}
+    return {name: summary(seconds) for name, seconds in in_turns(calls, rounds).items()}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    args = parser.parse_args()
-    shape = {"tokens": args.tokens, "top_k": args.top_k, "experts": args.experts}
-    result = {**shape, **measure(**shape, rounds=args.rounds)}
-    if args.json:
-        print(json.dumps(result))
-    else:
-        print(f"T={args.tokens} k={args.top_k} E={args.experts}")
-        print(f"core.bucket          {result['bucket_us']:9.1f} us")
-        print(f"np.argsort (stable)  {result['argsort_us']:9.1f} us")
-        print(f"ratio                {result['ratio']:9.1f} x  (required: 20)")
-    return 0
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    print_machine()
+    ids = uniform_ids(options.tokens, options.top_k, options.experts)
+    stats = measure(ids, options.experts, options.rounds)
+    rows = [[name, format_seconds(s["median"]), spread(s)] for name, s in stats.items()]
+    print(table([f"{ids.shape} ids, {options.experts} experts", "median", "spread"], rows))
+    ratio = stats["np.argsort"]["median"] / stats["core.bucket"]["median"]
+    print(f"core.bucket is {ratio:.1f}x np.argsort (required at the default size: {REQUIRED}x)")
+    write_json(options.json, {"options": vars(options), **stats, "ratio": ratio})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

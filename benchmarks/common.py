@@ -1,4 +1,4 @@
-"""What every benchmark here shares: timing in turns, medians and spread, machine facts, tables."""
+"""What every benchmark here shares: timing in turns, medians and spread, machine facts."""
 
 from __future__ import annotations
 
@@ -50,18 +50,6 @@ def format_seconds(seconds: float) -> str:
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds * 1e9:.3g} ns"
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Left-aligned first column, right-aligned others."""
-    cells = [[str(cell) for cell in row] for row in [header, *rows]]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    lines = []
-    for row in cells:
-        first, rest = row[0].ljust(widths[0]), zip(row[1:], widths[1:], strict=True)
-        lines.append("  ".join([first, *(cell.rjust(width) for cell, width in rest)]))
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
 
 
 def last_level_cache_bytes() -> int:

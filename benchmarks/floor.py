@@ -22,7 +22,9 @@ for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THR
     os.environ.setdefault(_variable, "1")
 
 import numpy as np  # noqa: E402  (after the limits that it reads when it loads)
-from common import last_level_cache_bytes, print_machine, table, write_json  # noqa: E402
+from common import last_level_cache_bytes, print_machine, write_json  # noqa: E402
+
+from mlx_moe.tables import table  # noqa: E402
 
 FLOP_PER_CYCLE = {"amx": 1024, "avx512": 64, "avx2": 32, "neon": 32, "scalar": 4}
 DEFAULT_GHZ = 2.6

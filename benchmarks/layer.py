@@ -25,12 +25,13 @@ from common import (
     print_machine,
     spread,
     summary,
-    table,
     write_json,
 )
 from floor import floor_seconds
 from worker import Contestant, closing
 from workload import BITS_PER_WEIGHT, SHAPES, active_experts, layers_beyond_cache
+
+from mlx_moe.tables import table
 
 STOCK = {"stock", "stock-bf16"}
 COMPARATORS = {"llama": "llama.py", "kt": "kt.py", "stock": "stock.py", "stock-bf16": "stock.py"}
@@ -182,7 +183,7 @@ def main() -> int:
         rows = report(race(contestants, options), contestants, options)
         found = [line for name in contestants if name[:4] == "ours" for line in cliffs(rows, name)]
     print_rows(rows)
-    print("\n".join(found))
+    print(*found, sep="\n", end="\n" if found else "")
     write_json(options.json, {"options": vars(options), "layers": layers, "rows": rows})
     return 1 if options.check and found else 0
 

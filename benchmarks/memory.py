@@ -15,10 +15,11 @@ import resource
 import subprocess
 import sys
 
-from common import print_machine, table, write_json
+from common import print_machine, write_json
 from models import all_logits, prompt, qwen3
 
 import mlx_moe
+from mlx_moe.tables import table
 
 VOCAB = 4096
 ALLOWED = 1.05

@@ -3,78 +3,72 @@
     python benchmarks/model.py [--tokens 128] [--repeats 5] [--stock-repeats 5] [--json F]
 
 One model, replaced and restored in turns, every logit forced on both sides (stock MLX would
-otherwise skip the last layer's experts). Then the share of the replaced model's time that is left
-in stock MLX, and how much of it is the attention product. Stock takes about 100 s a prefill here:
-`--stock-repeats 1` for a first look.
+otherwise skip the last layer's experts). Then how one replaced prefill divides into the core's
+functions (grouped and softmax are the attention product here) and what is left in MLX and Python.
+Stock took about 100 s a prefill on the machine it was written on: `--quick` for a first look.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
-from common import format_seconds, print_machine, spread, summary, table, timed, write_json
+from common import format_seconds, print_machine, spread, summary, timed, write_json
 from models import all_logits, prompt, qwen3
 
 import mlx_moe
 from mlx_moe import core
+from mlx_moe.tables import table
 
-KERNELS = ("swiglu", "swiglu_combine", "grouped", "linear")
+KERNELS = ("swiglu", "swiglu_combine", "grouped", "softmax", "linear")
 
 
 def replaced_seconds(model: Any, tokens: mx.array) -> float:
     """One prefill with both kinds of layers replaced, then restored."""
+    with replaced(model):
+        all_logits(model, tokens[:, :1])
+        return timed(lambda: all_logits(model, tokens))
+
+
+@contextmanager
+def replaced(model: Any) -> Iterator[None]:
     mlx_moe.replace_moe_layers(model)
     mlx_moe.replace_linear_layers(model)
-    all_logits(model, tokens[:, :1])
-    seconds = timed(lambda: all_logits(model, tokens))
-    mlx_moe.restore_linear_layers(model)
-    mlx_moe.restore_moe_layers(model)
-    return seconds
+    try:
+        yield
+    finally:
+        mlx_moe.restore_linear_layers(model)
+        mlx_moe.restore_moe_layers(model)
 
 
-def kernel_seconds(model: Any, tokens: mx.array) -> dict[str, float]:
-    """Seconds of one replaced prefill inside each of the core's functions."""
-    inside = dict.fromkeys(KERNELS, 0.0)
+def kernel_seconds(model: Any, tokens: mx.array) -> tuple[float, dict[str, float]]:
+    """Seconds of one replaced prefill, and those inside each of the core's functions."""
+    inside: dict[str, float] = {}
     originals = {name: getattr(core, name) for name in KERNELS}
 
     def watched(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             result = originals[name](*args, **kwargs)
-            inside[name] += time.perf_counter() - start
+            inside[name] = inside.get(name, 0.0) + time.perf_counter() - start
             return result
 
         return call
 
-    try:
-        for name in KERNELS:
-            setattr(core, name, watched(name))
-        inside["prefill"] = replaced_seconds(model, tokens)
-    finally:
-        for name, original in originals.items():
-            setattr(core, name, original)
-    return inside
-
-
-def attention_product_seconds(tokens: int, layers: int) -> float:
-    """Stock scaled dot-product attention of all layers, bf16, causal."""
-    shape = (1, 32, tokens, 128)
-    queries = mx.random.normal(shape).astype(mx.bfloat16)
-    keys, values = (mx.random.normal((1, 4, tokens, 128)).astype(mx.bfloat16) for _ in range(2))
-    mx.eval(queries, keys, values)
-
-    def product() -> None:
-        mx.eval(
-            mx.fast.scaled_dot_product_attention(
-                queries, keys, values, scale=128**-0.5, mask="causal"
-            )
-        )
-
-    return layers * min(timed(product) for _ in range(3))
+    with replaced(model):
+        all_logits(model, tokens[:, :1])
+        try:
+            for name in KERNELS:
+                setattr(core, name, watched(name))
+            total = timed(lambda: all_logits(model, tokens))
+        finally:
+            for name, original in originals.items():
+                setattr(core, name, original)
+    return total, inside
 
 
 def options_of() -> argparse.Namespace:
@@ -106,9 +100,7 @@ def main() -> None:
             seconds["stock"].append(timed(lambda: all_logits(model, tokens)))
         seconds["replaced"].append(replaced_seconds(model, tokens))
     stats = {name: summary(samples) for name, samples in seconds.items()}
-    inside = kernel_seconds(model, tokens)
-    total = inside.pop("prefill")
-    product = attention_product_seconds(options.tokens, options.layers)
+    total, inside = kernel_seconds(model, tokens)
 
     rows = [
         [name, format_seconds(s["median"]), spread(s), int(s["samples"])]
@@ -120,14 +112,8 @@ def main() -> None:
     left = total - sum(inside.values())
     print(f"of one replaced prefill, {format_seconds(total)}:")
     for name, value in [*inside.items(), ("left in MLX and Python", left)]:
-        if value:
-            print(f"  {name}: {format_seconds(value)}, {100 * value / total:.0f} %")
-    share = 100 * product / total
-    print(f"  of which the attention product: {format_seconds(product)}, {share:.0f} %")
-    write_json(
-        options.json,
-        {**stats, "ratio": ratio, "kernels": inside, "left": left, "attention_product": product},
-    )
+        print(f"  {name}: {format_seconds(value)}, {100 * value / total:.0f} %")
+    write_json(options.json, {**stats, "ratio": ratio, "kernels": inside, "left": left})
 
 
 if __name__ == "__main__":

@@ -20,11 +20,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from common import print_machine, table, write_json
+from common import print_machine, write_json
 from mlx_lm.models.switch_layers import SwitchGLU
 from workload import Shape, random_rows, route
 
 from mlx_moe import core
+from mlx_moe.tables import table
 
 SHAPE = Shape(experts=8, top_k=2, dim=512, hidden=256)
 TOKENS = (1, 7, 96)
