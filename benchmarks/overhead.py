@@ -4,7 +4,8 @@
 
 The layer call is what a block does, `(layer(x, ids) * scores[..., None]).sum(-2)`, evaluated; the
 core call is `core.swiglu_combine` on the same arrays and the same weights. Taken in turns; the
-figure is the median of the pairs' differences, beside their quartiles. `--check`: exit 1 above 60 us.
+figure is the median of the pairs' differences, beside their quartiles. `--check` exits 1 above
+60 us.
 """
 
 from __future__ import annotations
