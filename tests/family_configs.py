@@ -145,7 +145,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "llama4": {
         "num_hidden_layers": 4,  # the model looks at its fourth layer's cache
-        "attention_chunk_size": 16,  # longer than the prompts: mlx-lm 0.31 fails past a chunk
+        "attention_chunk_size": 512,  # mlx-lm 0.31 fails where its 256 slots exceed a chunk
         "interleave_moe_layer_step": 2,
         "intermediate_size_mlp": 128,
         "num_experts_per_tok": 1,

@@ -11,6 +11,7 @@ from commands import call, generated_text, write_float32
 
 from mlx_moe.cli import main
 from mlx_moe.cli.attach import MODEL_FILE
+from mlx_moe.loading import trust_option
 
 
 def attach(model: Path, output: Path, *options: str) -> int:
@@ -18,7 +19,7 @@ def attach(model: Path, output: Path, *options: str) -> int:
 
 
 def load(directory: Path) -> tuple:
-    return mlx_lm.load(str(directory), trust_remote_code=True)
+    return mlx_lm.load(str(directory), **trust_option(mlx_lm.load, True))
 
 
 def test_stock_generate_runs_an_attached_model_replaced(

@@ -44,7 +44,7 @@ def without_speeds(stdout: str) -> list[str]:
     "options",
     [
         ("--max-tokens", 40),
-        ("--max-tokens", 30, "--temp", 0.8, "--seed", 7, "--prefill-step-size", 2),
+        ("--max-tokens", 30, "--temp", 0.8, "--seed", 7, "--top-k", 20),
         ("--max-tokens", 5, "--verbose", "False"),
     ],
     ids=["greedy", "sampled", "quiet"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
@@ -18,6 +19,11 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
 from mlx_moe import core, replace_linear_layers, replace_moe_layers
 
+# Before 0.32, routers let gradients reach their argsort, which MLX refuses.
+needs_gradients = pytest.mark.skipif(
+    tuple(map(int, version("mlx-lm").split(".")[:2])) < (0, 32),
+    reason="stock mlx-lm 0.31 cannot differentiate its routers with this MLX",
+)
 PROMPT = "Once upon a time there was"
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 LORA = {
@@ -132,6 +138,7 @@ def _train(model: nn.Module, steps: int = 8) -> list[float]:
     return losses
 
 
+@needs_gradients
 def test_lora_on_experts_trains_as_on_stock(fresh) -> None:
     want = _train(_with_lora(fresh()))
     model = fresh()
@@ -144,6 +151,7 @@ def test_lora_on_experts_trains_as_on_stock(fresh) -> None:
     assert _loss(model, TOKENS).item() < got[-1]
 
 
+@needs_gradients
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_lora_gradients(fresh, training: bool) -> None:
     models = [_with_lora(fresh(), trained=True) for _ in range(2)]
@@ -159,6 +167,7 @@ def test_lora_gradients(fresh, training: bool) -> None:
 GRADIENTS = ("qwen3_moe", "deepseek_v3", "llama4", "gpt_oss", "phixtral", "bailing_moe")
 
 
+@needs_gradients
 @pytest.mark.parametrize("name", GRADIENTS)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_full_gradients(name: str, training: bool) -> None:

@@ -21,6 +21,7 @@ from .common import add_backend_option, command, missing_model_is_an_error
 from .measure import SIDES, Measurement, Workload, measure
 
 PERCENTILES = (50, 95, 99)
+PREFILL_STEP_SIZE = 2048  # as mlx_lm.generate
 
 
 def positive(text: str) -> int:
@@ -47,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
         (("--generation-tokens", "-g"), 64, "Tokens to decode"),
         (("--batch-size", "-b"), 1, "Prompts at a time"),
         (("--num-trials", "-n"), 5, "Trials of each side"),
-        (("--prefill-step-size",), stock.DEFAULT_PREFILL_STEP_SIZE, "Prompt tokens per step"),
+        (("--prefill-step-size",), PREFILL_STEP_SIZE, "Prompt tokens per step"),
     ):
         parser.add_argument(
             *flags, type=positive, default=default, help=f"{text} (default: {default})"
