@@ -276,6 +276,7 @@ def test_load_replaces_and_passes_options_on(tiny_model_path: Path, float32_mode
     expected = exact(tokens)
     ours, theirs = (mx.linalg.norm(m(tokens) - expected).item() for m in (model, stock))
     assert 0 < ours <= 1.5 * theirs
+    assert model._moe_attention.counters.as_dict()["kernel_calls"] >= 2 * LAYERS
 
 
 class Dense(nn.Module):
