@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <new>
+#include <system_error>
 #include <utility>
 
 #include "support/cpu.h"
@@ -12,7 +13,7 @@ namespace mlx_moe {
 namespace {
 
 constexpr uint64_t kOpen = uint64_t(1) << 31, kInside = kOpen - 1;
-constexpr int kSpins = 2000;  // some tens of microseconds, then sleep
+constexpr int kSpins = 2000;  // tens of microseconds, then sleep
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -35,10 +36,9 @@ void forget_pool() {
 
 ThreadPool& ThreadPool::shared() {
   if (ThreadPool* p = pool.load(std::memory_order_acquire)) return *p;
+  [[maybe_unused]] static const int registered = pthread_atfork(nullptr, nullptr, forget_pool);
   std::lock_guard lock(pool_mutex);
   if (ThreadPool* p = pool.load()) return *p;
-  static const int registered = pthread_atfork(nullptr, nullptr, forget_pool);
-  (void)registered;
   // Never destroyed: threads may still be asleep in it when the process exits.
   auto* made = new ThreadPool(chosen_threads());
   pool.store(made, std::memory_order_release);
@@ -46,7 +46,12 @@ ThreadPool& ThreadPool::shared() {
 }
 
 ThreadPool::ThreadPool(size_t threads) : ranges_(threads) {
-  for (size_t i = 1; i < threads; ++i) threads_.emplace_back([this, i] { worker(i); });
+  threads_.reserve(threads);
+  try {
+    for (size_t i = 1; i < threads; ++i) threads_.emplace_back([this, i] { worker(i); });
+  } catch (const std::system_error&) {
+    // The system allows no more: compute with those that started.
+  }
 }
 
 ThreadPool::~ThreadPool() {
@@ -59,15 +64,15 @@ ThreadPool::~ThreadPool() {
 }
 
 void ThreadPool::run_indices(size_t n, Call call, void* fn) {
-  std::unique_lock owner(caller_, std::try_to_lock);
-  if (n <= 1 || threads_.empty() || !owner.owns_lock()) {
+  // Ranges count in 32 bits.
+  if (n <= 1 || n >> 32 || threads_.empty() || busy_.exchange(true)) {
     for (size_t i = 0; i < n; ++i) call(fn, i);
     return;
   }
   call_ = call;
   fn_ = fn;
   failed_ = false;
-  size_t workers = ranges_.size();
+  size_t workers = size();
   for (size_t w = 0; w < workers; ++w)
     ranges_[w].bounds.store(uint64_t(n * w / workers) << 32 | n * (w + 1) / workers);
   uint64_t job = (gate_.load() >> 32) + 1;
@@ -81,7 +86,9 @@ void ThreadPool::run_indices(size_t n, Call call, void* fn) {
   gate_.fetch_and(~kOpen);
   for (int i = 0; gate_.load(std::memory_order_acquire) & kInside; ++i)
     i < kSpins ? pause() : std::this_thread::yield();
-  if (failed_) std::rethrow_exception(std::exchange(error_, nullptr));
+  auto error = std::exchange(error_, nullptr);
+  busy_ = false;
+  if (error) std::rethrow_exception(error);
 }
 
 void ThreadPool::worker(size_t self) {
@@ -120,7 +127,7 @@ void ThreadPool::work(size_t self) {
       try {
         call_(fn_, i);
       } catch (...) {
-        record_exception();
+        if (!failed_.exchange(true)) error_ = std::current_exception();
       }
     }
   } while (steal(self));
@@ -154,12 +161,6 @@ bool ThreadPool::steal(size_t self) {
       return true;
     }
   }
-}
-
-void ThreadPool::record_exception() {
-  static std::mutex mutex;
-  std::lock_guard lock(mutex);
-  if (!failed_.exchange(true)) error_ = std::current_exception();
 }
 
 }  // namespace mlx_moe

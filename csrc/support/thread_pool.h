@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
-#include <memory>
 #include <mutex>
 #include <thread>
 #include <type_traits>
@@ -23,10 +22,10 @@ class ThreadPool {
 
   static ThreadPool& shared();
 
-  size_t size() const { return ranges_.size(); }
+  size_t size() const { return threads_.size() + 1; }
 
-  // Calls fn(i) once for each i in [0, n), n < 2^32. Contiguous indices stay on one thread as far
-  // as the load allows. The first exception is rethrown here once every thread has stopped.
+  // Calls fn(i) once for each i in [0, n). Contiguous indices stay on one thread as far as the load
+  // allows. The first exception is rethrown here once every thread has stopped.
   template <class Fn>
   void run(size_t n, Fn&& fn) {
     run_indices(
@@ -45,13 +44,12 @@ class ThreadPool {
   void work(size_t self);
   bool take(size_t self, size_t& i);
   bool steal(size_t self);
-  void record_exception();
 
   std::vector<Range> ranges_;
   std::vector<std::thread> threads_;
   Call call_ = nullptr;
   void* fn_ = nullptr;
-  std::mutex caller_;              // held by the thread whose job runs
+  std::atomic<bool> busy_{false};  // a job runs
   std::atomic<uint64_t> gate_{0};  // job number << 32 | open << 31 | workers inside
   std::mutex sleep_;
   std::condition_variable wake_;
