@@ -1,5 +1,6 @@
 #include <doctest/doctest.h>
 
+#include <bit>
 #include <cmath>
 #include <cstdlib>
 #include <random>
@@ -247,6 +248,55 @@ TEST_CASE("a token of NaN or infinity stays alone") {
         });
       }
   }
+}
+
+TEST_CASE("silu of values whose exponential leaves float32") {
+  for (Scalar type : {Scalar::f32, Scalar::bf16}) {
+    std::vector<uint8_t> one(size_of(type));
+    store_scalar(type, one.data(), 0, 1);
+    Matrix m;
+    m.type = type;
+    m.experts = m.rows = m.cols = 1;
+    m.weight = one.data();
+    const Ids ids(20, 0);
+    Values x(type, 20, 1);
+    for (size_t t = 0; t < 20; ++t) x.set(t, 0, -89);
+    x.set(1, 0, -1e30f);
+    x.set(2, 0, -INFINITY);
+    x.set(3, 0, NAN);
+    x.set(4, 0, 1024);
+    for (size_t tokens : {1, 20})
+      for_isas([&] {
+        Values y(type, tokens, 1);
+        swiglu({x.bytes.data(), type, tokens, 1}, {ids.data(), tokens, 1}, m, m, m, y.out());
+        CHECK(std::abs(y.at(0, 0)) < 1e-30);
+        if (tokens == 1) return;
+        CHECK(y.at(1, 0) == 0);
+        CHECK(std::isnan(y.at(2, 0)));  // as x * sigmoid(x)
+        CHECK(std::isnan(y.at(3, 0)));
+        CHECK(y.at(4, 0) == 1024 * 1024);
+      });
+  }
+}
+
+TEST_CASE("softmax of masked, infinite and undefined scores") {
+  const size_t n = 37;
+  for (Scalar type : kTypes)
+    for_isas([&] {
+      Values scores(Scalar::f32, 4, n), p(type, 4, n);
+      for (size_t i = 0; i < 4 * n; ++i) scores.set(i / n, i % n, i % 2 ? -INFINITY : 3);
+      scores.set(1, 5, std::bit_cast<float>(0x7fc00001u));
+      scores.set(2, 36, INFINITY);
+      for (size_t i = 0; i < n; ++i) scores.set(3, i, i == 20 ? -1e30f : -2e30f);
+      softmax(scores.out(), 0.5f, 0, p.out());
+      size_t wrong = 0;
+      for (size_t i = 0; i < n; ++i) {
+        wrong += std::abs(p.at(0, i) - (i % 2 ? 0 : 1. / 19)) > (i % 2 ? 0 : 2e-4);
+        wrong += !std::isnan(p.at(1, i)) + !std::isnan(p.at(2, i));
+        wrong += p.at(3, i) != (i == 20);
+      }
+      CHECK(wrong == 0);
+    });
 }
 
 TEST_CASE("no tokens are no work, wrong sizes and ids are errors") {
