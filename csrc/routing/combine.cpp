@@ -5,7 +5,6 @@
 #include <string>
 #include <vector>
 
-#include "routing/rows.h"
 #include "support/error.h"
 #include "support/thread_pool.h"
 
@@ -32,7 +31,7 @@ std::vector<int32_t> row_of_assignments(const int32_t* assignments, size_t n, si
 
 template <Scalar T>
 void add_scaled(const void* row, float score, size_t width, float* out) {
-  for (size_t i = 0; i < width; ++i) out[i] += score * widen<T>(row, i);
+  for (size_t i = 0; i < width; ++i) out[i] += score * load_scalar(T, row, i);
 }
 
 using AddScaled = void (*)(const void* row, float score, size_t width, float* out);

@@ -5,7 +5,6 @@
 #include <string>
 #include <vector>
 
-#include "routing/rows.h"
 #include "support/error.h"
 #include "support/thread_pool.h"
 
@@ -19,7 +18,7 @@ void convert_row(const void* from, void* to, size_t width) {
   if constexpr (From == To)
     std::copy_n(static_cast<const char*>(from), width * size_of(To), static_cast<char*>(to));
   else
-    for (size_t i = 0; i < width; ++i) narrow<To>(to, i, widen<From>(from, i));
+    for (size_t i = 0; i < width; ++i) store_scalar(To, to, i, load_scalar(From, from, i));
 }
 
 template <Scalar From>

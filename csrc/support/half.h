@@ -6,6 +6,7 @@
 namespace mlx_moe {
 
 // static: files compiled for different instruction sets must not share these at link time.
+// Conversions have no branches, so that compilers turn a loop of them into vector code.
 
 static inline float bf16_to_f32(uint16_t h) { return __builtin_bit_cast(float, uint32_t(h) << 16); }
 
@@ -16,24 +17,22 @@ static inline uint16_t f32_to_bf16(float f) {
 }
 
 static inline float f16_to_f32(uint16_t h) {
-  uint32_t sign = uint32_t(h & 0x8000) << 16, exp = (h >> 10) & 31, man = h & 0x3ff;
-  if (exp == 31) return __builtin_bit_cast(float, sign | 0x7f800000 | (man << 13));
-  if (exp) return __builtin_bit_cast(float, sign | ((exp + 112) << 23) | (man << 13));
-  float sub = float(man) * 0x1p-24f;
-  return sign ? -sub : sub;
+  uint32_t u = uint32_t(h & 0x7fff) << 13, normal = u + 0x38000000;
+  float subnormal = __builtin_bit_cast(float, u + 0x38800000) - 0x1p-14f;
+  uint32_t f = u < 0x00800000 ? __builtin_bit_cast(uint32_t, subnormal) : normal;
+  f = u >= 0x0f800000 ? u | 0x7f800000 : f;  // infinity and NaN
+  return __builtin_bit_cast(float, f | uint32_t(h & 0x8000) << 16);
 }
 
 static inline uint16_t f32_to_f16(float f) {
-  uint32_t u = __builtin_bit_cast(uint32_t, f), sign = (u >> 16) & 0x8000;
+  uint32_t u = __builtin_bit_cast(uint32_t, f), sign = u >> 16 & 0x8000;
   u &= 0x7fffffff;
-  if (u > 0x7f800000) return uint16_t(sign | 0x7e00);
-  if (u >= 0x477ff000) return uint16_t(sign | 0x7c00);  // rounds to 65536 or more
-  if (u < 0x38800000) {  // subnormal half: add 0.5 to align the mantissa
-    float shifted = __builtin_bit_cast(float, u) + 0.5f;
-    return uint16_t(sign | (__builtin_bit_cast(uint32_t, shifted) - 0x3f000000));
-  }
-  u += 0xc8000fff + ((u >> 13) & 1);
-  return uint16_t(sign | (u >> 13));
+  uint32_t normal = (u + 0xc8000fff + (u >> 13 & 1)) >> 13;
+  float aligned = __builtin_bit_cast(float, u) + 0.5f;  // the mantissa of a subnormal half
+  uint32_t subnormal = __builtin_bit_cast(uint32_t, aligned) - 0x3f000000;
+  uint32_t h = u < 0x38800000 ? subnormal : normal;
+  h = u >= 0x477ff000 ? 0x7c00 : h;  // rounds to 65536 or more
+  return uint16_t(sign | (u > 0x7f800000 ? 0x7e00 : h));
 }
 
 enum class Scalar : uint8_t { f32, f16, bf16 };
