@@ -1,6 +1,5 @@
 // bfloat16 tiles for many tokens, AVX512-BF16 dot products for a few.
 
-#include <algorithm>
 #include <cstring>
 
 #include "experts/activation.h"
@@ -18,6 +17,10 @@ constexpr size_t kBlockRows = 32;
 constexpr size_t kFewBlocks = 8, kManyBlocks = 16;
 
 struct Isa {};
+
+// Not std's: the linker may share those with files for other instruction sets.
+size_t min(size_t a, size_t b) { return a < b ? a : b; }
+size_t max(size_t a, size_t b) { return a > b ? a : b; }
 
 size_t column_blocks(size_t cols) { return (cols + 31) / 32; }
 size_t token_tiles(size_t tokens) { return (tokens + 15) / 16; }
@@ -52,7 +55,7 @@ void pack(const Gather& x, size_t tokens, size_t cols, void* panel) {
   }
   for (size_t t0 = 0; t0 < tokens; t0 += 16) {
     const void* rows[16];
-    size_t n = std::min<size_t>(16, tokens - t0);
+    size_t n = min(16, tokens - t0);
     for (size_t t = 0; t < n; ++t) rows[t] = source_row(x, t0 + t);
     for (size_t k = 0; k < cols; k += 32) {
       __m512i r[16];
@@ -76,7 +79,7 @@ class Source {
   Source(const RowTile* tiles, size_t expert) : tiles_(tiles), expert_(expert) {
     for (int i = 0; i < 2; ++i)
       if (tiles[i].m.mode != Mode::dense)
-        stride_ = std::max(stride_, (tiles[i].m.groups() + 15) / 16 * 16);
+        stride_ = max(stride_, (tiles[i].m.groups() + 15) / 16 * 16);
     scale_ = static_cast<float*>(scratch(3, 64 * stride_ * sizeof(float) + 64));
     bias_ = scale_ + 32 * stride_;
     for (size_t i = 0; stride_ && i < 2; ++i)
@@ -118,8 +121,8 @@ void multiply_block(const RowTile* rows, size_t expert, const uint16_t* x, size_
   Source source(rows, expert);
   TileConfig config;
   for (size_t b0 = 0; b0 < blocks; b0 += step) {
-    size_t n = std::min(step, blocks - b0);
-    source.unpack(b0 * 32, std::min((b0 + n) * 32, cols), a);
+    size_t n = min(step, blocks - b0);
+    source.unpack(b0 * 32, min((b0 + n) * 32, cols), a);
     for (size_t t = 0; t < tiles; t += 2) {
       const uint16_t* b = x + (t * blocks + b0) * kTile;
       float* sums = all_sums + t / 2 * kSums;
@@ -173,7 +176,7 @@ void gate_up(const Matrix& gate, const Matrix& up, size_t expert, size_t row0, s
   uint16_t* block = hs + row0 / 32 * kTile;
   // Both halves of the 32 columns of h are written, so that padding is zero.
   for (size_t r = 0; r < kBlockRows; r += 16) {
-    size_t n = std::min<size_t>(16, rows - std::min(rows, r));
+    size_t n = min(16, rows - min(rows, r));
     RowTile tiles[2] = {{gate, row0 + r, n}, {up, row0 + r, n}};
     multiply_block(tiles, expert, xs, tokens, [&](size_t t, size_t pair, float* sums) {
       swiglu<Isa>(sums, sums + 512, pair * 256, sums);
@@ -217,7 +220,7 @@ void project(const Matrix& w, size_t expert, size_t row0, size_t rows, const voi
       store(t, _mm512_load_ps(y + t * kBlockRows), _mm512_load_ps(y + t * kBlockRows + 16));
     return;
   }
-  size_t first = std::min<size_t>(16, rows);
+  size_t first = min(16, rows);
   RowTile tiles[2] = {{w, row0, first}, {w, row0 + 16, rows - first}};
   multiply_block(tiles, expert, xs, tokens, [&](size_t t, size_t pair, float* sums) {
     for (size_t i = 0; i < pair; ++i) {
@@ -258,7 +261,7 @@ void softmax(float* scores, size_t n, size_t seen, float scale, void* out, Scala
 
 }  // namespace
 
-const Kernel amx_kernel = {"amx",   kBlockRows, 512,     panel_bytes, pack,
-                           gate_up, project,    combine, softmax};
+constinit const Kernel amx_kernel = {"amx",   kBlockRows, 512,     panel_bytes, pack,
+                                     gate_up, project,    combine, softmax};
 
 }  // namespace mlx_moe

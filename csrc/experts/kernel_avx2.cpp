@@ -90,6 +90,6 @@ struct Simd {
 
 }  // namespace
 
-const Kernel avx2_kernel = DotKernel<Simd>::kernel("avx2");
+constinit const Kernel avx2_kernel = DotKernel<Simd>::kernel("avx2");
 
 }  // namespace mlx_moe

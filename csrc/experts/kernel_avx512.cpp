@@ -85,6 +85,6 @@ struct Simd {
 
 }  // namespace
 
-const Kernel avx512_kernel = DotKernel<Simd>::kernel("avx512");
+constinit const Kernel avx512_kernel = DotKernel<Simd>::kernel("avx512");
 
 }  // namespace mlx_moe

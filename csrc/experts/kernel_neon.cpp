@@ -96,6 +96,6 @@ struct Simd {
 
 }  // namespace
 
-const Kernel neon_kernel = DotKernel<Simd>::kernel("neon");
+constinit const Kernel neon_kernel = DotKernel<Simd>::kernel("neon");
 
 }  // namespace mlx_moe

@@ -41,6 +41,6 @@ struct Simd {
 
 }  // namespace
 
-const Kernel scalar_kernel = DotKernel<Simd>::kernel("scalar");
+constinit const Kernel scalar_kernel = DotKernel<Simd>::kernel("scalar");
 
 }  // namespace mlx_moe

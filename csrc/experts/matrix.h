@@ -27,19 +27,25 @@ struct Matrix {
   const uint8_t* added = nullptr;       // added to the output, [experts, rows], optional
   Scalar added_type = Scalar::f32;
 
-  size_t groups() const { return cols / size_t(group); }
-  size_t row_bytes() const { return mode == Mode::dense ? cols * size_of(type) : cols * bits / 8; }
-  size_t scale_size() const { return mode == Mode::affine ? size_of(type) : 1; }
-  const uint8_t* row(size_t expert, size_t r) const {
+  // Always inlined: of a shared copy the linker might keep the one that was compiled for a newer
+  // instruction set.
+  [[gnu::always_inline]] size_t groups() const { return cols / size_t(group); }
+  [[gnu::always_inline]] size_t row_bytes() const {
+    return mode == Mode::dense ? cols * size_of(type) : cols * bits / 8;
+  }
+  [[gnu::always_inline]] size_t scale_size() const {
+    return mode == Mode::affine ? size_of(type) : 1;
+  }
+  [[gnu::always_inline]] const uint8_t* row(size_t expert, size_t r) const {
     return weight + (expert * rows + r) * row_bytes();
   }
-  const uint8_t* row_scales(size_t expert, size_t r) const {
+  [[gnu::always_inline]] const uint8_t* row_scales(size_t expert, size_t r) const {
     return scales + (expert * rows + r) * groups() * scale_size();
   }
-  const uint8_t* row_biases(size_t expert, size_t r) const {
+  [[gnu::always_inline]] const uint8_t* row_biases(size_t expert, size_t r) const {
     return biases + (expert * rows + r) * groups() * scale_size();
   }
-  float added_to(size_t expert, size_t r) const {
+  [[gnu::always_inline]] float added_to(size_t expert, size_t r) const {
     return added ? load_scalar(added_type, added, expert * rows + r) : 0.f;
   }
 };
