@@ -1,6 +1,16 @@
 """The C++ core: routing and expert kernels over plain buffers (no MLX, no copies)."""
 
+import sys
+
 from . import _core
 from ._core import *  # noqa: F403
 
 __all__ = [name for name in dir(_core) if not name.startswith("_")]
+
+if sys.platform == "darwin":
+    from .host_view import matrix_of_host_views, takes_host_views
+
+    globals().update(
+        {name: takes_host_views(getattr(_core, name)) for name in __all__ if name != "Matrix"},
+        Matrix=matrix_of_host_views(_core.Matrix),
+    )
