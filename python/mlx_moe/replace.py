@@ -89,7 +89,7 @@ def replace_moe_layers(
         plan: static executors are not part of this version; must be None.
         backend: "cpu" (the kernels), "stock" (list the layers, run mlx-lm's own code), or
             "auto": "cpu" where MLX's default device is the CPU, else "stock".
-        overflow: what a plan does with tokens beyond capacity, "spill" or "prune".
+        overflow: what a plan does with assignments beyond capacity, "spill" or "prune".
         strict: if False, layers that cannot be replaced stay stock and are listed so.
 
     Returns:
