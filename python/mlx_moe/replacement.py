@@ -64,7 +64,8 @@ class Replacement:
     def stats(self) -> dict[str, dict[str, Any]]:
         """Per layer name: calls, tokens, kernel_calls, and fallbacks {reason: count}.
 
-        Layers that were left to stock code are not counted and not listed.
+        tokens are rows of input. Layers that were left to stock code are not listed. A dense
+        layer's product too small to gain from a kernel is stock's and no fallback.
         """
         return {
             layer.name: layer.counters.as_dict()
