@@ -10,7 +10,9 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
+#include "experts/matrix.h"
 #include "support/error.h"
 #include "support/half.h"
 
@@ -26,7 +28,10 @@ std::string shape_of(const Array& a);
 // Float type of an array; an Error that names `what` for any other dtype.
 Scalar scalar_type(const Array& a, const char* what);
 
-// An Error unless the array is row-contiguous.
+// float32, float16 or bfloat16 by name; an Error for any other.
+Scalar parse_dtype(const std::string& name);
+
+// An Error unless the array is row-contiguous and its values are aligned.
 void require_contiguous(const Array& a, const char* what);
 
 // The same and that it has `ndim` dimensions.
@@ -38,6 +43,13 @@ const uint32_t* id_data(const Array& ids, const char* what);
 // Counts a call, for tests that assert what ran.
 void count_call(const char* function);
 
+// A Matrix and the buffers that it reads.
+struct HeldMatrix {
+  Matrix m;
+  std::vector<Array> arrays;
+};
+
+void bind_matrix(nb::module_& m);
 void bind_routing(nb::module_& m);
 
 }  // namespace mlx_moe

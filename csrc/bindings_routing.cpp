@@ -96,13 +96,6 @@ nb::tuple py_capacity(const Array& order, const Array& offsets, const Array& cap
   return nb::make_tuple(kept.object, kept_offsets.object, overflowed.object);
 }
 
-Scalar parse_dtype(const std::string& dtype) {
-  if (dtype == "float32") return Scalar::f32;
-  if (dtype == "float16") return Scalar::f16;
-  if (dtype == "bfloat16") return Scalar::bf16;
-  throw Error("dtype is '" + dtype + "', expected 'float32', 'float16' or 'bfloat16'");
-}
-
 nb::tuple py_pack(const Array& x, const Array& kept, const Array& kept_offsets,
                   const Array& experts, int64_t capacity, int64_t k, const std::string& dtype) {
   const Rows rows = rows_of(x, "x");

@@ -1,6 +1,7 @@
 #include "experts/ffn.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <vector>
 
 #include "experts/kernel.h"
@@ -200,6 +201,7 @@ void grouped(const Input& x, const Routing& r, const Matrix& w, const Output& y)
 void linear(const Input& x, const Matrix& w, const Output& y) {
   check_activations(x, w, "linear");
   require(w.experts == 1, "linear takes one matrix, got " + std::to_string(w.experts));
+  require(x.rows <= INT32_MAX, "more than 2^31 rows in one call");
   check_rows(y, x.rows, w.rows);
   const Kernel& kernel = kernel_for(chosen_isa(), x.type, w);
   std::vector<int32_t> order(x.rows), offsets{0, int32_t(x.rows)};

@@ -74,7 +74,8 @@ size_t available_processors() {
 }  // namespace
 
 const std::vector<std::string>& usable_isas() {
-  static const std::vector<std::string> isas = detect();
+  // Never destroyed: threads may still compute when the process exits.
+  static const auto& isas = *new std::vector<std::string>(detect());
   return isas;
 }
 
