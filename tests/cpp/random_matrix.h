@@ -15,6 +15,28 @@ struct Format {
   mlx_moe::Scalar type = mlx_moe::Scalar::f32;
 };
 
+inline const std::vector<Format> kFormats = {
+    {"f32", mlx_moe::Mode::dense, 0, 0, mlx_moe::Scalar::f32},
+    {"f16", mlx_moe::Mode::dense, 0, 0, mlx_moe::Scalar::f16},
+    {"bf16", mlx_moe::Mode::dense, 0, 0, mlx_moe::Scalar::bf16},
+    {"affine 2/32 f32", mlx_moe::Mode::affine, 2, 32, mlx_moe::Scalar::f32},
+    {"affine 2/128 bf16", mlx_moe::Mode::affine, 2, 128, mlx_moe::Scalar::bf16},
+    {"affine 3/64 bf16", mlx_moe::Mode::affine, 3, 64, mlx_moe::Scalar::bf16},
+    {"affine 3/32 f16", mlx_moe::Mode::affine, 3, 32, mlx_moe::Scalar::f16},
+    {"affine 4/32 f16", mlx_moe::Mode::affine, 4, 32, mlx_moe::Scalar::f16},
+    {"affine 4/64 bf16", mlx_moe::Mode::affine, 4, 64, mlx_moe::Scalar::bf16},
+    {"affine 4/128 f32", mlx_moe::Mode::affine, 4, 128, mlx_moe::Scalar::f32},
+    {"affine 5/64 bf16", mlx_moe::Mode::affine, 5, 64, mlx_moe::Scalar::bf16},
+    {"affine 5/32 f32", mlx_moe::Mode::affine, 5, 32, mlx_moe::Scalar::f32},
+    {"affine 6/64 f16", mlx_moe::Mode::affine, 6, 64, mlx_moe::Scalar::f16},
+    {"affine 6/32 bf16", mlx_moe::Mode::affine, 6, 32, mlx_moe::Scalar::bf16},
+    {"affine 8/64 bf16", mlx_moe::Mode::affine, 8, 64, mlx_moe::Scalar::bf16},
+    {"affine 8/128 f32", mlx_moe::Mode::affine, 8, 128, mlx_moe::Scalar::f32},
+    {"mxfp4", mlx_moe::Mode::mxfp4, 4, 32},
+    {"mxfp8", mlx_moe::Mode::mxfp8, 8, 32},
+    {"nvfp4", mlx_moe::Mode::nvfp4, 4, 16},
+};
+
 class RandomMatrix {
  public:
   mlx_moe::Matrix m;

@@ -16,27 +16,6 @@ using namespace mlx_moe;
 
 namespace {
 
-const std::vector<Format> kFormats = {
-    {"f32", Mode::dense, 0, 0, Scalar::f32},
-    {"f16", Mode::dense, 0, 0, Scalar::f16},
-    {"bf16", Mode::dense, 0, 0, Scalar::bf16},
-    {"affine 2/32 f32", Mode::affine, 2, 32, Scalar::f32},
-    {"affine 2/128 bf16", Mode::affine, 2, 128, Scalar::bf16},
-    {"affine 3/64 bf16", Mode::affine, 3, 64, Scalar::bf16},
-    {"affine 3/32 f16", Mode::affine, 3, 32, Scalar::f16},
-    {"affine 4/32 f16", Mode::affine, 4, 32, Scalar::f16},
-    {"affine 4/64 bf16", Mode::affine, 4, 64, Scalar::bf16},
-    {"affine 4/128 f32", Mode::affine, 4, 128, Scalar::f32},
-    {"affine 5/64 bf16", Mode::affine, 5, 64, Scalar::bf16},
-    {"affine 5/32 f32", Mode::affine, 5, 32, Scalar::f32},
-    {"affine 6/64 f16", Mode::affine, 6, 64, Scalar::f16},
-    {"affine 6/32 bf16", Mode::affine, 6, 32, Scalar::bf16},
-    {"affine 8/64 bf16", Mode::affine, 8, 64, Scalar::bf16},
-    {"affine 8/128 f32", Mode::affine, 8, 128, Scalar::f32},
-    {"mxfp4", Mode::mxfp4, 4, 32},
-    {"mxfp8", Mode::mxfp8, 8, 32},
-    {"nvfp4", Mode::nvfp4, 4, 16},
-};
 const Scalar kTypes[] = {Scalar::f32, Scalar::f16, Scalar::bf16};
 
 // Relative Frobenius error; bfloat16 tiles, which also serve float16, round weights and h too.
