@@ -4,8 +4,7 @@
 
 #include <immintrin.h>
 
-#include "experts/fp_tables.h"
-#include "experts/matrix.h"
+#include "experts/unpack.h"
 
 namespace mlx_moe {
 
@@ -62,25 +61,13 @@ inline __m512 load_f32(Scalar type, const void* src, size_t i, size_t n) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
 }
 
-// Scale and bias of each group in float32; the arrays are padded to 16 groups.
-inline void unpack_scales(const Matrix& m, size_t expert, size_t row, float* scale, float* bias) {
-  const uint8_t* s = m.row_scales(expert, row);
-  const uint8_t* b = m.biases ? m.row_biases(expert, row) : nullptr;
-  size_t n = m.groups();
-  float factor = m.mode == Mode::mxfp4 ? 0.5f : 1.f;  // e2m1 values are kept doubled
-  if (m.mode == Mode::nvfp4)                          // mx.quantize normalises by 448 * 6
-    factor = m.global_scale ? 0.5f * m.global_scale[expert] / (448.f * 6.f) : 0.5f;
-  for (size_t g = 0; g < n; g += 16) {
-    if (m.mode == Mode::affine) {
-      _mm512_storeu_ps(scale + g, load_f32(m.type, s, g, n - g));
-      _mm512_storeu_ps(bias + g, load_f32(m.type, b, g, n - g));
-      continue;
-    }
-    for (size_t i = g; i < n && i < g + 16; ++i)
-      scale[i] = factor * (m.mode == Mode::nvfp4 ? e4m3_to_f32(s[i]) : e8m0_to_f32(s[i]));
-    _mm512_storeu_ps(bias + g, _mm512_setzero_ps());
+// What unpack.h and activation.h ask of an instruction set.
+struct Isa {
+  static void to_f32(Scalar type, const void* src, size_t n, float* dst) {
+    for (size_t i = 0; i < n; i += 16)
+      _mm512_mask_storeu_ps(dst + i, __mmask16(tail_mask(n - i)), load_f32(type, src, i, n - i));
   }
-}
+};
 
 // The 16 values of a 4-bit code, before the scale.
 inline __m512 code_values(const Matrix& m) {
@@ -149,14 +136,12 @@ inline void unpack_q4_by_16(const SourceRows& from, size_t k0, size_t k1, RowBlo
 // 64 codes of `bits` bits, one a byte: each qword takes the `bits` bytes that hold eight codes.
 inline __m512i spread_codes(const uint8_t* src, int bits, size_t n) {
   alignas(64) uint8_t bytes[64];
-  alignas(8) uint8_t shifts[8];
   for (int i = 0; i < 64; ++i) bytes[i] = uint8_t(i / 8 * bits + i % 8);
-  for (int i = 0; i < 8; ++i) shifts[i] = uint8_t(i * bits);
   __mmask64 m = n >= 64 ? (bits == 8 ? ~0ull : (1ull << (8 * bits)) - 1)
                         : (1ull << (n / 8 * size_t(bits))) - 1;
   __m512i raw = _mm512_maskz_loadu_epi8(m, src);
   __m512i words = _mm512_permutexvar_epi8(_mm512_load_si512(bytes), raw);
-  __m512i control = _mm512_set1_epi64(*(const int64_t*)shifts);
+  __m512i control = _mm512_set1_epi64(bits * 0x0706050403020100);  // byte i: i * bits
   return _mm512_and_si512(_mm512_multishift_epi64_epi8(control, words),
                           _mm512_set1_epi8(char((1 << bits) - 1)));
 }

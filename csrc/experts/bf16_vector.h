@@ -5,7 +5,6 @@
 // Included by kernel_amx.cpp only.
 
 #include "experts/bf16_unpack.h"
-#include "support/scratch.h"
 
 namespace mlx_moe {
 
@@ -113,12 +112,13 @@ inline void vector_rows(const Matrix& m, size_t expert, size_t row0, size_t rows
   if (groups) {
     __m512 values = code_values(m);
     w.table = round_pair(values, values);
+    for (size_t g = m.groups(); g < groups; ++g) w.bias[g] = 0.f;
   }
   for (size_t t = 0; m.biases && t < tokens; ++t)
     group_sums(x.data + t * x.stride, m.cols, size_t(m.group), sums + t * groups);
   DotRow dot = dot_row<1>(m, tokens);
   for (size_t r = 0; r < rows; ++r) {
-    if (groups) unpack_scales(m, expert, row0 + r, w.scale, w.bias);
+    if (groups) unpack_scales<Isa>(m, expert, row0 + r, w.scale, w.bias);
     dot(w, m.row(expert, row0 + r), out + r, ld);
   }
 }

@@ -16,8 +16,6 @@ constexpr size_t kBlockRows = 32;
 // unpacked; or as many as the first-level cache holds, for use by every pair of token tiles.
 constexpr size_t kFewBlocks = 8, kManyBlocks = 16;
 
-struct Isa {};
-
 // Not std's: the linker may share those with files for other instruction sets.
 size_t min(size_t a, size_t b) { return a < b ? a : b; }
 size_t max(size_t a, size_t b) { return a > b ? a : b; }
@@ -84,7 +82,7 @@ class Source {
     bias_ = scale_ + 32 * stride_;
     for (size_t i = 0; stride_ && i < 2; ++i)
       for (size_t r = 0, at = 16 * i * stride_; r < tiles[i].rows; ++r, at += stride_)
-        unpack_scales(tiles[i].m, expert, tiles[i].row0 + r, scale_ + at, bias_ + at);
+        unpack_scales<Isa>(tiles[i].m, expert, tiles[i].row0 + r, scale_ + at, bias_ + at);
   }
 
   // Columns [k0, k1) of both, in turns a tile of the first and a tile of the second.
