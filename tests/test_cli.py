@@ -321,6 +321,15 @@ def test_benchmark_takes_turns_and_restores(float32_model: Path) -> None:
     assert measurement.agreement() == 1.0 and measurement.stock_error is None
 
 
+def test_benchmark_sides_take_turns_at_going_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[str] = []
+    monkeypatch.setattr(
+        "mlx_moe.cli.measure.take_turn", lambda model, side, *rest: turns.append(side)
+    )
+    measure(Replaced(Dense(), "auto"), WORKLOAD, 3)
+    assert turns == ["stock", "replaced", "replaced", "stock", "stock", "replaced"]
+
+
 def test_benchmark_statistics() -> None:
     predictions = mx.array([[1, 2, 3, 4]])
     trials = {

@@ -182,6 +182,13 @@ def test_replacing_twice_is_replacing_once() -> None:
     assert type(model.experts) is SwitchGLU
 
 
+def test_a_layer_in_two_places_is_one_row() -> None:
+    shared = glu()
+    model = nn.Module()
+    model.blocks = [block(shared), block(shared)]
+    assert [row.name for row in replace_moe_layers(model).layers] == ["blocks.0.experts"]
+
+
 def test_stock_backend_swaps_classes_off() -> None:
     model = block(glu())
     replace_moe_layers(model, backend="cpu")

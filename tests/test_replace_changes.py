@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRASwitchLinear
-from switch_reference import EXPERTS, WIDTH, block, error, float64, glu, inputs, only
+from switch_reference import EXPERTS, HIDDEN, WIDTH, block, error, float64, glu, inputs, only
 
 from mlx_moe import InvalidArgument, replace_moe_layers
 
@@ -25,6 +25,10 @@ def one_row(layer) -> None:
 
 def add_bias(layer) -> None:
     layer.down_proj.bias = mx.random.normal((EXPERTS, WIDTH))
+
+
+def add_bias_to_the_gate(layer) -> None:
+    layer.gate_proj.bias = mx.random.normal((EXPERTS, HIDDEN))
 
 
 def quantise(layer) -> None:
@@ -56,6 +60,7 @@ def load(layer) -> None:
         other_array,
         one_row,
         add_bias,
+        add_bias_to_the_gate,
         quantise,
         quantise_each_projection_otherwise,
         shard,
