@@ -156,3 +156,79 @@ def test_another_wrapper_around_ours_stays(monkeypatch):
     model = replaced(Attend())
     model(*arrays(8, 8))
     assert len(seen) == 1 and counters(model)["calls"] == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale": 0.0},
+        {"scale": -0.1},
+        {"mask": "causal", "queries": 12, "keys": 5},  # the first queries see nothing
+        {"mask": "bogus"},
+        {"mask": mx.zeros((1, 1, 1, 8, 8))},
+        {"mask": mx.zeros((8, 8)), "dtype": mx.bfloat16},
+    ],
+)
+def test_unusual_calls_are_stocks(options):
+    options = {"queries": 8, "keys": 8, "dtype": mx.float32, "scale": 0.2, **options}
+    inputs = arrays(options.pop("queries"), options.pop("keys"), dtype=options.pop("dtype"))
+
+    class Call(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.o_proj = nn.Linear(64, 64)
+
+        def __call__(self):
+            y = mx.fast.scaled_dot_product_attention(*inputs, **options)
+            mx.eval(y)
+            return y
+
+    def outcome(model):
+        try:
+            return model()
+        except ValueError as error:
+            return str(error)
+
+    want, got = outcome(Call()), outcome(replaced(Call()))
+    if isinstance(want, str):
+        assert got == want
+    else:
+        assert mx.array_equal(got, want, equal_nan=True)
+
+
+@pytest.mark.parametrize("shared, batch", [(1, 1), (1, 2), (6, 1)])
+def test_any_number_of_shared_heads(shared, batch):
+    inputs = arrays(9, 9, shared=shared, batch=batch)
+    want = Attend(mask="causal")(*inputs)
+    assert mx.allclose(replaced(Attend(mask="causal"))(*inputs), want, 1e-5, 1e-5)
+
+
+def test_padding_rows_are_finite():
+    """The first queries of a left-padded sequence see no key at all."""
+    mask = mx.tri(10, dtype=mx.bool_) & (mx.arange(10) >= 4)
+    inputs = arrays(10, 10)
+    want = Attend(mask=mask)(*inputs)
+    got = replaced(Attend(mask=mask))(*inputs)
+    assert not mx.isnan(want).any()
+    assert mx.allclose(got, want, 1e-5, 1e-5)
+
+
+def test_forward_derivatives_are_stocks():
+    q, k, v = arrays(12, 12)
+    tangent = mx.random.normal(q.shape)
+
+    def derivative(model):
+        return mx.jvp(lambda q: model(q, k, v), [q], [tangent])[1][0]
+
+    assert mx.allclose(derivative(replaced(Attend())), derivative(Attend()), 1e-4, 1e-4)
+
+
+def test_restored_under_a_model_that_was_replaced_later():
+    inner = Attend()
+    outer = nn.Sequential(inner)
+    outer.eval()
+    mlx_moe.replace_linear_layers(inner, backend="cpu")
+    mlx_moe.replace_linear_layers(outer, backend="cpu")
+    mlx_moe.restore_linear_layers(outer)
+    assert type(inner) is Attend and type(outer) is nn.Sequential
+    assert type(inner.o_proj) is nn.Linear

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from . import core
 from .custom import CannotEvaluate, eager, evaluate, filled
@@ -97,8 +98,21 @@ class Product:
         if any(a.dtype not in FLOATS for a in (q, k, v)):
             return "dtype"
         known = self.options.keys() <= {"scale", "mask", "sinks", "stream", "force_fused"}
-        shapes = q.ndim == k.ndim == v.ndim == 4 and q.shape[1] % k.shape[1] == 0
-        return None if known and shapes else "arguments"
+        return None if known and self._usual(q, k, v) else "arguments"
+
+    def _usual(self, q: mx.array, k: mx.array, v: mx.array) -> bool:
+        """Whether we compute this; what is wrong or rare is stock's to refuse or to do."""
+        if not q.ndim == k.ndim == v.ndim == 4 or 0 in v.shape:
+            return False
+        mask, scale = self.options.get("mask"), self.options.get("scale")
+        fits = q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3] and k.shape[:3] == v.shape[:3]
+        if not fits or q.shape[1] % k.shape[1] or not isinstance(scale, float) or scale <= 0:
+            return False
+        if mask == "causal" if isinstance(mask, str) else mask is None:
+            return mask is None or q.shape[2] <= k.shape[2]
+        # Stock refuses a mask that would widen the result.
+        narrow = (mx.bool_, promote(q.dtype, k.dtype, v.dtype))
+        return isinstance(mask, mx.array) and mask.ndim <= 4 and mask.dtype in narrow
 
     def stock(self, q: mx.array, k: mx.array, v: mx.array, *arrays: mx.array) -> mx.array:
         return _stock(q, k, v, **{**self.options, **dict(zip(self.arrays, arrays, strict=True))})
@@ -134,7 +148,8 @@ class Product:
         batch, heads, queries, _ = q.shape
         dtype = promote(q.dtype, k.dtype, v.dtype)
         shared = batch * k.shape[1]  # pairs of key and value heads: the "experts"
-        ids = mx.repeat(mx.arange(shared, dtype=mx.uint32), heads // k.shape[1] * queries)[:, None]
+        ids = mx.array(np.arange(shared, dtype=np.uint32).repeat(heads // k.shape[1] * queries))
+        ids = ids[:, None]
         scores = self._grouped(q.astype(dtype), ids, k, mx.float32, dtype)
         shape = (batch, heads, queries, k.shape[2])
         if mask is None and sinks is None:
@@ -153,7 +168,8 @@ class Product:
         """Any mask, and sinks: logits that take weight and give nothing."""
         scores = scores * self.options["scale"]
         if mask is not None and mask.dtype == mx.bool_:
-            scores = mx.where(mask, scores, -mx.inf)
+            # As stock: a row that sees nothing (padding) gets the mean of the values, not NaN.
+            scores = mx.where(mask, scores, mx.finfo(mx.float32).min)
         elif mask is not None:
             scores = scores + mask
         if sinks is None:

@@ -41,6 +41,8 @@ def eager(compute: Function, stock: Function, arrays: Sequence[mx.array]) -> mx.
     def jvp(primals: Any, tangents: Any) -> mx.array:
         primals = [primals] if isinstance(primals, mx.array) else list(primals)
         tangents = [tangents] if isinstance(tangents, mx.array) else list(tangents)
+        pairs = zip(primals, tangents, strict=True)
+        tangents = [mx.zeros_like(p) if t is None else t for p, t in pairs]
         return mx.jvp(stock, primals, tangents)[1][0]
 
     function: Any = mx.custom_function(compute)

@@ -100,8 +100,8 @@ def _attention_row(model: nn.Module, target: str, logged: set[str]) -> ReplacedL
 
 def restore_linear_layers(model: nn.Module) -> None:
     """Undo `replace_linear_layers` on every layer of `model`; without any, do nothing."""
-    unswap(model, "_moe_attention")
     for _, module in model.named_modules():
+        unswap(module, "_moe_attention")
         unswap(module, "_moe_dense")
 
 

@@ -80,7 +80,7 @@ def _stock_reason(module: Any, layer: Layer, x: mx.array, indices: mx.array) -> 
         return "activation"
     if x.dtype not in FLOATS or not mx.issubdtype(indices.dtype, mx.integer):
         return "dtype"
-    if x.shape[:-1] != indices.shape[:-1]:
+    if x.ndim < 2 or x.shape[:-1] != indices.shape[:-1] or not indices.shape[-1]:
         return "shape"
     return None
 
