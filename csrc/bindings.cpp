@@ -20,7 +20,8 @@ Array view(const OutArray& a) { return Array(a); }
 
 Input input(const Array& a, const char* what) {
   require_contiguous(a, what);
-  require(a.ndim() >= 2, std::string(what) + " needs at least two dimensions, has " + shape_of(a));
+  if (a.ndim() < 2)
+    throw Error(std::string(what) + " needs at least two dimensions, has " + shape_of(a));
   size_t cols = a.shape(a.ndim() - 1);
   return {a.data(), scalar_type(a, what), cols ? a.size() / cols : 0, cols};
 }
@@ -32,7 +33,7 @@ Output output(const OutArray& a) {
 
 Routing routing(const Array& ids) {
   const uint32_t* data = id_data(ids, "ids");
-  require(ids.ndim() >= 2, "ids need the shape [tokens, k], have " + shape_of(ids));
+  if (ids.ndim() < 2) throw Error("ids need the shape [tokens, k], have " + shape_of(ids));
   size_t k = ids.shape(ids.ndim() - 1), tokens = k ? ids.size() / k : 0;
   require(ids.size() < (size_t(1) << 31), "more than 2^31 assignments in one call");
   return {data, tokens, k};
@@ -41,9 +42,9 @@ Routing routing(const Array& ids) {
 // Scores in any shape with a value an assignment, such as [.., k, 1].
 Input score_rows(const Array& scores, const Routing& r) {
   require_contiguous(scores, "scores");
-  require(scores.size() == r.tokens * r.k, "scores have shape " + shape_of(scores) + ", expected " +
-                                               std::to_string(r.tokens) + " x " +
-                                               std::to_string(r.k));
+  if (scores.size() != r.tokens * r.k)
+    throw Error("scores have shape " + shape_of(scores) + ", expected " + std::to_string(r.tokens) +
+                " x " + std::to_string(r.k));
   return {scores.data(), scalar_type(scores, "scores"), r.tokens, r.k};
 }
 
@@ -188,8 +189,8 @@ void require_shape(const Array& a, size_t ndim, const char* what) {
 
 const uint32_t* id_data(const Array& ids, const char* what) {
   require_contiguous(ids, what);
-  require(ids.dtype() == nb::dtype<uint32_t>() || ids.dtype() == nb::dtype<int32_t>(),
-          std::string(what) + " must be uint32 or int32");
+  require(ids.dtype() == nb::dtype<uint32_t>() || ids.dtype() == nb::dtype<int32_t>(), what,
+          " must be uint32 or int32");
   return static_cast<const uint32_t*>(ids.data());
 }
 

@@ -10,15 +10,15 @@ namespace {
 
 Array array_of(const nb::object& o, const char* what) {
   Array a;
-  require(nb::try_cast(o, a), std::string(what) + " must be an array in main memory");
+  require(nb::try_cast(o, a), what, " must be an array in main memory");
   return a;
 }
 
 // [experts, rows, n]; two dimensions are one expert.
 std::array<size_t, 3> stack_shape(const Array& a, const char* what) {
   require_contiguous(a, what);
-  require(a.ndim() == 2 || a.ndim() == 3,
-          std::string(what) + " needs the shape [experts, rows, n], has " + shape_of(a));
+  if (a.ndim() != 2 && a.ndim() != 3)
+    throw Error(std::string(what) + " needs the shape [experts, rows, n], has " + shape_of(a));
   bool one = a.ndim() == 2;
   return {one ? 1 : a.shape(0), a.shape(one ? 0 : 1), a.shape(one ? 1 : 2)};
 }
@@ -40,21 +40,20 @@ void set_quantised(Matrix& m, const Array& weight, const Array& scales, const st
   require(m.bits > 0 && m.group > 0, "affine needs bits and group_size");
   m.cols = stack_shape(scales, "scales")[2] * size_t(m.group);
   size_t words = stack_shape(weight, "weight")[2];
-  require(words * 32 == m.cols * size_t(m.bits),
-          "weight has " + std::to_string(words) + " words a row and scales " +
-              std::to_string(m.cols / size_t(m.group)) + " groups: not " + std::to_string(m.bits) +
-              " bits in groups of " + std::to_string(m.group));
+  require(words * 32 == m.cols * size_t(m.bits), "weight has ", words, " words a row and scales ",
+          m.cols / size_t(m.group), " groups: not ", m.bits, " bits in groups of ", m.group);
   if (m.mode == Mode::affine)
     m.type = scalar_type(scales, "scales");
   else
-    require(scales.dtype() == nb::dtype<uint8_t>(), mode + " scales must be uint8");
+    require(scales.dtype() == nb::dtype<uint8_t>(), mode, " scales must be uint8");
   m.scales = static_cast<const uint8_t*>(scales.data());
 }
 
 void require_same_shape(const Array& a, const Array& b, const char* what) {
   bool same = a.ndim() == b.ndim();
   for (size_t i = 0; same && i < a.ndim(); ++i) same = a.shape(i) == b.shape(i);
-  require(same, std::string(what) + " has shape " + shape_of(a) + ", expected " + shape_of(b));
+  if (!same)
+    throw Error(std::string(what) + " has shape " + shape_of(a) + ", expected " + shape_of(b));
 }
 
 void make_matrix(HeldMatrix* self, nb::object weight, nb::object scales, nb::object biases,
@@ -75,8 +74,8 @@ void make_matrix(HeldMatrix* self, nb::object weight, nb::object scales, nb::obj
   } else {
     auto s = held(scales, "scales");
     auto s_shape = stack_shape(s, "scales");
-    require(s_shape[0] == m.experts && s_shape[1] == m.rows,
-            "scales have shape " + shape_of(s) + ", the weight " + shape_of(w));
+    if (s_shape[0] != m.experts || s_shape[1] != m.rows)
+      throw Error("scales have shape " + shape_of(s) + ", the weight " + shape_of(w));
     set_quantised(m, w, s, mode, bits, group_size);
     require(biases.is_none() == (m.mode != Mode::affine),
             "biases go with mode affine, and only with it");

@@ -100,8 +100,7 @@ struct Buckets {
 };
 
 void check_activations(const Input& x, const Matrix& w, const char* what) {
-  require(x.cols == w.cols, std::string(what) + ": activations have " + std::to_string(x.cols) +
-                                " columns, the weight " + std::to_string(w.cols));
+  require(x.cols == w.cols, what, ": activations have ", x.cols, " columns, the weight ", w.cols);
 }
 
 void check_same(const Matrix& a, const Matrix& b, const char* what) {
@@ -109,16 +108,14 @@ void check_same(const Matrix& a, const Matrix& b, const char* what) {
 }
 
 void check_rows(const Output& y, size_t rows, size_t cols) {
-  require(y.rows == rows && y.cols == cols,
-          "out has " + std::to_string(y.rows) + " rows of " + std::to_string(y.cols) +
-              ", expected " + std::to_string(rows) + " of " + std::to_string(cols));
+  require(y.rows == rows && y.cols == cols, "out has ", y.rows, " rows of ", y.cols, ", expected ",
+          rows, " of ", cols);
 }
 
 void check_swiglu(const Input& x, const Routing& r, const Matrix& gate, const Matrix& up,
                   const Matrix& down) {
   check_activations(x, gate, "swiglu");
-  require(x.rows == r.tokens,
-          "x has " + std::to_string(x.rows) + " tokens, ids have " + std::to_string(r.tokens));
+  require(x.rows == r.tokens, "x has ", x.rows, " tokens, ids have ", r.tokens);
   check_same(gate, up, "gate and up differ in shape");
   require(down.experts == gate.experts && down.cols == gate.rows,
           "down does not take what gate and up give");
@@ -183,9 +180,8 @@ void swiglu_combine(const Input& x, const Routing& r, const Input& scores, const
 void grouped(const Input& x, const Routing& r, const Matrix& w, const Output& y) {
   check_activations(x, w, "grouped");
   size_t n = r.tokens * r.k;
-  require(x.rows == r.tokens || x.rows == n,
-          "x has " + std::to_string(x.rows) + " rows, expected one a token (" +
-              std::to_string(r.tokens) + ") or one an assignment (" + std::to_string(n) + ")");
+  require(x.rows == r.tokens || x.rows == n, "x has ", x.rows, " rows, expected one a token (",
+          r.tokens, ") or one an assignment (", n, ")");
   check_rows(y, n, w.rows);
   const Kernel& kernel = kernel_for(chosen_isa(), x.type, w);
   int32_t divide = x.rows == n ? 1 : int32_t(r.k);
@@ -200,7 +196,7 @@ void grouped(const Input& x, const Routing& r, const Matrix& w, const Output& y)
 
 void linear(const Input& x, const Matrix& w, const Output& y) {
   check_activations(x, w, "linear");
-  require(w.experts == 1, "linear takes one matrix, got " + std::to_string(w.experts));
+  require(w.experts == 1, "linear takes one matrix, got ", w.experts);
   require(x.rows <= INT32_MAX, "more than 2^31 rows in one call");
   check_rows(y, x.rows, w.rows);
   const Kernel& kernel = kernel_for(chosen_isa(), x.type, w);
@@ -218,8 +214,7 @@ void softmax(const Output& scores, float scale, size_t period, const Output& out
   require(scores.type == Scalar::f32, "softmax takes float32 scores");
   require(scale > 0.f, "softmax takes a positive scale");
   check_rows(out, scores.rows, scores.cols);
-  require(period <= scores.cols, "period " + std::to_string(period) + " exceeds the " +
-                                     std::to_string(scores.cols) + " columns");
+  require(period <= scores.cols, "period ", period, " exceeds the ", scores.cols, " columns");
   const Kernel& kernel = kernel_for(chosen_isa(), Scalar::bf16, {});
   size_t n = scores.cols;
   run(scores.rows, scores.rows * n < kAlone, [&](size_t r) {

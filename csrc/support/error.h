@@ -1,7 +1,7 @@
 #pragma once
 
+#include <sstream>
 #include <stdexcept>
-#include <string>
 
 namespace mlx_moe {
 
@@ -15,8 +15,13 @@ struct NotContiguous : Error {
   using Error::Error;
 };
 
-inline void require(bool ok, const std::string& message) {
-  if (!ok) throw Error(message);
+// An Error whose message is the parts in a row; put together only when it is thrown.
+template <class... Parts>
+void require(bool ok, const Parts&... parts) {
+  if (ok) return;
+  std::ostringstream message;
+  (message << ... << parts);
+  throw Error(message.str());
 }
 
 }  // namespace mlx_moe
