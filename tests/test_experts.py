@@ -182,6 +182,57 @@ def test_one_expert_takes_everything(isa, dtype):
     assert error(y, expert(x, ids, *(w for _, w in mats))) < tolerance("q4g64", dtype)
 
 
+@pytest.mark.parametrize("finer", [0, 1, 2])
+def test_no_weight_is_rounded_below_its_own_precision(isa, finer):
+    """8-bit experts with one dense float16 projection keep that one's float16."""
+    formats = ["q8g32"] * 3
+    formats[finer] = "float16"
+    shapes = ((FF, K), (FF, K), (D, FF))
+    mats = [make(f, *s, mx.float16) for f, s in zip(formats, shapes, strict=True)]
+    x, ids, y = rows(40, K, mx.float16), route(40, 2), zeros((40, 2, D), mx.float32)
+    core.swiglu(x, ids, *(m for m, _ in mats), y)
+    assert error(y, expert(x, ids, *(w for _, w in mats))) < 1e-6
+
+
+@pytest.mark.parametrize("dense", [0, 1, 2])
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+def test_dense_beside_quantised(isa, dense, tokens):
+    formats = ["q8g32"] * 3
+    formats[dense] = "bfloat16"
+    shapes = ((FF, K), (FF, K), (D, FF))
+    mats = [make(f, *s, mx.bfloat16) for f, s in zip(formats, shapes, strict=True)]
+    x, ids, y = rows(tokens, K, mx.bfloat16), route(tokens, 2), zeros((tokens, 2, D), mx.bfloat16)
+    core.swiglu(x, ids, *(m for m, _ in mats), y)
+    want = expert(x, ids, *(w for _, w in mats))
+    assert error(y, want) < tolerance("q8g32", "bfloat16")
+
+
+def test_a_matrix_keeps_what_it_read(isa):
+    w = mx.random.normal((8, 32))
+    x = mx.random.normal((3, 32))
+    mx.eval(w, x)
+    matrix, want = core.Matrix(w), f64(x) @ f64(w).T
+    w[0] = mx.zeros((32,))
+    y = zeros((3, 8), mx.float32)
+    mx.eval(w)
+    core.linear(x, matrix, y)
+    assert error(y, want) < 2e-6
+
+
+@pytest.mark.parametrize(
+    "make_it",
+    [
+        lambda: core.Matrix(np.ones((1, 1), "f"), bias=np.array(1, "f")),
+        lambda: core.Matrix(np.zeros(65, "u1")[1:].view("f").reshape(4, 4)),
+        lambda: core.empty([2**40, 2**40], "float32"),
+    ],
+    ids=["a bias without dimensions", "unaligned", "too large"],
+)
+def test_odd_arrays(make_it):
+    with pytest.raises(InvalidArgument):
+        make_it()
+
+
 def test_no_tokens(isa):
     gate, _ = make("q4g64", 64, 64)
     out = np.zeros((0, 64), np.float32)

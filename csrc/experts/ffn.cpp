@@ -122,10 +122,19 @@ void check_swiglu(const Input& x, const Routing& r, const Matrix& gate, const Ma
   require(!gate.added && !up.added, "swiglu takes gate and up without a bias");
 }
 
+// Panels go from product to product, so one kernel computes all three: where they would have
+// different ones, that of float32.
+const Kernel& swiglu_kernel(Scalar type, const Matrix& gate, const Matrix& up, const Matrix& down) {
+  std::string isa = chosen_isa();
+  const Kernel& kernel = kernel_for(isa, type, gate);
+  bool same = &kernel == &kernel_for(isa, type, up) && &kernel == &kernel_for(isa, type, down);
+  return same ? kernel : kernel_for(isa, Scalar::f32, gate);
+}
+
 // Output of y are numbered from the first token of the routing.
 void run_swiglu(const Input& x, const Routing& r, const Matrix& gate, const Matrix& up,
                 const Matrix& down, const Output& y) {
-  const Kernel& kernel = kernel_for(chosen_isa(), x.type, gate);
+  const Kernel& kernel = swiglu_kernel(x.type, gate, up, down);
   Buckets b(r, gate.experts);
   for_waves(kernel, b.order, b.offsets, gate.cols, gate.rows, [&](auto& units, size_t bytes) {
     pack_panels(kernel, units, x, int32_t(r.k), bytes);
@@ -172,7 +181,7 @@ void swiglu_combine(const Input& x, const Routing& r, const Input& scores, const
     Output po{const_cast<char*>(at(out.data, d * size_of(out.type))), out.type, n, d};
     Output y{scratch(6, n * r.k * d * size_of(x.type)), x.type, n * r.k, d};
     run_swiglu(px, part, gate, up, down, y);
-    const Kernel& kernel = kernel_for(chosen_isa(), x.type, gate);
+    const Kernel& kernel = swiglu_kernel(x.type, gate, up, down);
     run(n, n * r.k * d < kAlone, [&](size_t t) { sum_assignments(kernel, y, ps, t, po); });
   }
 }

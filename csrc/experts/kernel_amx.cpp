@@ -71,17 +71,19 @@ struct RowTile {
   size_t row0, rows;
 };
 
-// The rows of two tiles with their scales unpacked.
+bool has_scales(const Matrix& m) { return m.mode != Mode::dense; }
+
+// The rows of two tiles with their scales unpacked; one of them may be dense.
 class Source {
  public:
   Source(const RowTile* tiles, size_t expert) : tiles_(tiles), expert_(expert) {
     for (int i = 0; i < 2; ++i)
-      if (tiles[i].m.mode != Mode::dense)
-        stride_ = max(stride_, (tiles[i].m.groups() + 15) / 16 * 16);
+      if (has_scales(tiles[i].m)) stride_ = max(stride_, (tiles[i].m.groups() + 15) / 16 * 16);
     scale_ = static_cast<float*>(scratch(3, 64 * stride_ * sizeof(float) + 64));
     bias_ = scale_ + 32 * stride_;
-    for (size_t i = 0; stride_ && i < 2; ++i)
-      for (size_t r = 0, at = 16 * i * stride_; r < tiles[i].rows; ++r, at += stride_)
+    for (size_t i = 0; i < 2; ++i)
+      for (size_t r = 0, at = 16 * i * stride_; has_scales(tiles[i].m) && r < tiles[i].rows;
+           ++r, at += stride_)
         unpack_scales<Isa>(tiles[i].m, expert, tiles[i].row0 + r, scale_ + at, bias_ + at);
   }
 
