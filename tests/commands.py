@@ -12,8 +12,13 @@ TIMEOUT = 120  # seconds; a command on the example model takes a few
 INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
 # A Mac's MLX computes on the GPU unless told otherwise; the kernels serve a CPU-only MLX.
 ON_CPU = "import mlx.core as mx, runpy, sys; mx.set_default_device(mx.cpu); del sys.argv[0]; "
+# The example model's calls are small in f32: as in conftest.py, on the kernels all the same.
+KERNELS = "from mlx_moe import layers; layers.SMALLEST = layers.SMALLEST_QUANTISED = 0; "
 MODULE = (
-    INTERRUPTIBLE + ON_CPU + "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+    INTERRUPTIBLE
+    + ON_CPU
+    + KERNELS
+    + "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
 )
 
 

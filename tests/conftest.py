@@ -1,6 +1,7 @@
 """What every test shares: no hub, one device, seeded, the example model's directory."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports huggingface_hub
@@ -9,6 +10,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # servers and workers 
 import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, settings
+
+from mlx_moe import attention, dense, layers
 
 # Shared machines stall: a slow example is no failure, and CI draws the same examples every time.
 settings.register_profile(
@@ -19,6 +22,16 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 # The kernels serve a CPU-only MLX: on a Mac, the tests put MLX there too.
 mx.set_default_device(mx.cpu)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _kernels_at_any_size() -> Iterator[None]:
+    """Tests are of small models, whose calls would be stock's; test_small.py has the limits."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (attention, dense, layers):
+            for name in [name for name in vars(module) if name.startswith("SMALLEST")]:
+                patch.setattr(module, name, 0)
+        yield
 
 
 @pytest.fixture(autouse=True)

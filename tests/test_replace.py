@@ -206,7 +206,13 @@ def test_the_table() -> None:
     assert (row.dtype, row.backend, row.top_k) == ("float32", "cpu", None)
     mx.eval(model(*inputs(5)))
     assert row.top_k == TOP_K
-    assert only(replacement) == {"calls": 1, "tokens": 5, "kernel_calls": 1, "fallbacks": {}}
+    assert only(replacement) == {
+        "calls": 1,
+        "tokens": 5,
+        "kernel_calls": 1,
+        "small": 0,
+        "fallbacks": {},
+    }
     last = str(replacement).splitlines()[-1].split()
     assert last == ["experts", "qwen3_moe", "8", "2", "4-bit", "float32", "cpu"]
 

@@ -66,10 +66,13 @@ def product(q: mx.array, k: mx.array, v: mx.array, **kwargs: Any) -> mx.array:
     [B, N, L, V]. Scores, softmax and sums in float32, as stock's.
     """
     layer = getattr(_running, "layer", None)
-    if layer is None or q.size * k.shape[-2] < SMALLEST:
+    if layer is None:
+        return _stock(q, k, v, **kwargs)
+    layer.counters.called(q.shape[0] * q.shape[-2])
+    if q.size * k.shape[-2] < SMALLEST:
+        layer.counters.left_small()
         return _stock(q, k, v, **kwargs)
     call = Product(kwargs)
-    layer.counters.called(q.shape[0] * q.shape[2])
     if reason := call.stock_reason(q, k, v):
         layer.counters.fell_back(reason, DETAILS[reason])
         return _stock(q, k, v, **kwargs)

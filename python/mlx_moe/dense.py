@@ -140,6 +140,7 @@ def forward(module: Any, layer: DenseLayer, x: mx.array) -> mx.array:
         layer.counters.fell_back(reason, DETAILS[reason])
         return stock(module, x)
     if _is_small(module, tokens * x.shape[-1]):
+        layer.counters.left_small()
         return stock(module, x)
     linear = Linear(module, layer.name)
 

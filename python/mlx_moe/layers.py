@@ -17,6 +17,9 @@ from .weights import FLOATS, PLAIN_KEYS, Linear, UnknownFormat, promote, shallow
 PROJECTIONS = {"glu": ("gate_proj", "up_proj", "down_proj"), "mlp": ("fc1", "fc2")}
 LINEARS = frozenset({SwitchLinear, QuantizedSwitchLinear})
 INDEX_DTYPES = frozenset({mx.uint32, mx.int32})
+# Below so many multiplications stock code is done before we have started: of f32 weights, of
+# quantised ones with f32 scales, and with others, where stock is an order slower (measured).
+SMALLEST, SMALLEST_QUANTISED, SMALLEST_PACKED = 1 << 18, 1 << 17, 1 << 14
 
 
 @dataclass
@@ -64,6 +67,9 @@ def forward(module: Any, layer: Layer, x: mx.array, indices: mx.array) -> Any:
     if reason := _stock_reason(module, layer, x, indices):
         layer.counters.fell_back(reason, DETAILS[reason])
         return type(module)._moe_base.__call__(module, x, indices)
+    if _is_small(module, layer, indices.size):
+        layer.counters.left_small()
+        return type(module)._moe_base.__call__(module, x, indices)
     call = Call(module, layer, x, indices)
     return Deferred(call) if layer.deferred and call.fused else call.run()
 
@@ -83,6 +89,29 @@ def _stock_reason(module: Any, layer: Layer, x: mx.array, indices: mx.array) -> 
     if x.ndim < 2 or x.shape[:-1] != indices.shape[:-1] or not indices.shape[-1]:
         return "shape"
     return None
+
+
+def _is_small(module: Any, layer: Layer, assignments: int) -> bool:
+    """Whether stock can run a call of so many rows, and is faster."""
+    linears = [module[name] for name in PROJECTIONS[layer.kind]]
+    work = sum(
+        linear["weight"].size // linear["weight"].shape[0] * _packing(linear) for linear in linears
+    )
+    return assignments * work < min(map(_smallest, linears))
+
+
+def _packing(linear: Any) -> float:
+    """Values in an element of the weight array."""
+    return 32 / linear.bits if "scales" in linear else 1
+
+
+def _smallest(linear: Any) -> int:
+    scales = linear.get("scales")
+    if linear.get("global_scale") is not None:
+        return 0  # MLX's CPU back end refuses these, and f16 and bf16
+    if scales is None:
+        return SMALLEST if linear["weight"].dtype == mx.float32 else 0
+    return SMALLEST_QUANTISED if scales.dtype == mx.float32 else SMALLEST_PACKED
 
 
 class Call:

@@ -62,10 +62,11 @@ class Replacement:
     _restore: Any = field(repr=False, compare=False)
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """Per layer name: calls, tokens, kernel_calls, and fallbacks {reason: count}.
+        """Per layer name: calls, tokens, kernel_calls, small, and fallbacks {reason: count}.
 
-        tokens are rows of input. Layers that were left to stock code are not listed. A dense
-        layer's product too small to gain from a kernel is stock's and no fallback.
+        tokens are rows of input, the attention product's over all layers. small counts the
+        calls left to stock because a kernel gains nothing there; they are no fallbacks. Layers
+        that were left to stock code altogether are not listed.
         """
         return {
             layer.name: layer.counters.as_dict()

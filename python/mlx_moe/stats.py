@@ -26,6 +26,7 @@ class Counters:
         calls: forwards asked of the layer.
         tokens: rows of input over all of them.
         kernel_calls: C++ calls made.
+        small: forwards left to stock code because they are too small to gain from a kernel.
         fallbacks: forwards that stock code ran, by reason.
     """
 
@@ -34,7 +35,7 @@ class Counters:
         self.name = name
         self._logged = logged
         self._lock = threading.Lock()
-        self.calls = self.tokens = self.kernel_calls = 0
+        self.calls = self.tokens = self.kernel_calls = self.small = 0
         self.fallbacks: dict[str, int] = {}
 
     def called(self, tokens: int) -> None:
@@ -45,6 +46,10 @@ class Counters:
     def ran(self, kernels: int) -> None:
         with self._lock:
             self.kernel_calls += kernels
+
+    def left_small(self) -> None:
+        with self._lock:
+            self.small += 1
 
     def fell_back(self, reason: str, detail: str) -> None:
         with self._lock:
@@ -60,6 +65,7 @@ class Counters:
                 "calls": self.calls,
                 "tokens": self.tokens,
                 "kernel_calls": self.kernel_calls,
+                "small": self.small,
                 "fallbacks": dict(self.fallbacks),
             }
 
