@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from ..loading import Replaced
 from ..tables import table
@@ -91,7 +92,17 @@ class Comparison:
         return (
             f"{speeds(self.replaced, stock)}\n"
             f"given the same text, stock chooses the same token {following.agreements()} "
-            f"of {count} times"
+            f"of {count} times{self.precision_note()}"
+        )
+
+    def precision_note(self) -> str:
+        """Why a half-precision model's choices may differ at all."""
+        dtypes = {p.dtype for m in self.models for _, p in tree_flatten(m.model.parameters())}
+        if not dtypes & {mx.float16, mx.bfloat16}:
+            return ""
+        return (
+            " (on the CPU stock accumulates in the model's half precision and the replaced layers "
+            "in float32: both differ a little from the f32 model, see README)"
         )
 
 
