@@ -66,15 +66,16 @@ def test_generate_reports_what_ran_on_stderr(tiny_model_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     log, _, report = ran.stderr.partition("\n")
     layers = json.loads(report)
-    moe = [layer for layer in layers if layer["experts"] == str(EXPERTS)]
-    dense = [layer for layer in layers if layer["experts"] == "-"]
+    moe = [layer for layer in layers if layer["kind"] == "experts"]
+    dense = [layer for layer in layers if layer["kind"] == "dense"]
     assert log.startswith("[mlx_moe] qwen3_moe: 6 MoE layers replaced, ")
     assert [layer["name"] for layer in moe] == [
         f"model.layers.{number}.mlp.switch_mlp" for number in range(LAYERS)
     ]
     assert dense
     for layer in moe:
-        assert layer["top-k"] == str(TOP_K) and layer["backend"] == "cpu"
+        assert layer["experts"] == EXPERTS and layer["top-k"] == TOP_K
+        assert layer["backend"] == "cpu"
         assert layer["kernel_calls"] >= layer["calls"] > 1 and layer["fallbacks"] == {}
 
 
@@ -85,10 +86,10 @@ def test_compare_prints_both_speeds_and_agreement(float32_model: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     lines = [line.split() for line in ran.stderr.splitlines()]
-    summary = next(cells for cells in lines if cells[2:3] == [str(EXPERTS)])
+    summary = next(cells for cells in lines if cells[:1] == ["experts"])
     prompt = len(mlx_lm.utils.load_tokenizer(float32_model).encode(PROMPT))
     # The warm-up is not counted: every layer saw the prompt and the tokens that followed it.
-    assert summary[:7] == ["6", "qwen3_moe", "32", "4", "float32", "cpu", str(prompt + 20)]
+    assert summary[1:8] == ["6", "qwen3_moe", "32", "4", "float32", "cpu", str(prompt + 20)]
     assert "given the same text, stock chooses the same token 20 of 20 times" in ran.stderr
     assert "given" not in ran.stdout
 
@@ -121,7 +122,7 @@ def test_run_replaces_draft_models_too(tiny_model_path: Path, words: tuple[str, 
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr.count("6 MoE layers replaced") == 2
     layers = json.loads(ran.stderr[ran.stderr.index("\n[\n") :])
-    experts = [layer for layer in layers if layer["experts"] == str(EXPERTS)]
+    experts = [layer for layer in layers if layer["kind"] == "experts"]
     assert len(experts) == 2 * LAYERS and all(layer["kernel_calls"] for layer in experts)
 
 
@@ -133,7 +134,7 @@ def test_run_of_the_stock_benchmark(tiny_model_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     assert "Averages: prompt_tps=" in ran.stdout
     row = next(line for line in ran.stderr.splitlines() if "qwen3_moe " in line).split()
-    assert row[0] == "6" and row[-5:] == ["stock", "0", "0", "0", "0"]
+    assert row[:2] == ["experts", "6"] and row[-6:] == ["stock", "0", "0", "0", "0", "0"]
 
 
 def test_run_of_a_chat(tiny_model_path: Path) -> None:

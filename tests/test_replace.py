@@ -214,7 +214,7 @@ def test_the_table() -> None:
         "fallbacks": {},
     }
     last = str(replacement).splitlines()[-1].split()
-    assert last == ["experts", "qwen3_moe", "8", "2", "4-bit", "float32", "cpu"]
+    assert last == ["experts", "experts", "qwen3_moe", "8", "2", "4-bit", "float32", "cpu"]
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_ctrl_c_ends_the_server_with_a_report(server: Server) -> None:  # the la
     server.process.send_signal(signal.SIGINT)
     _, log = server.process.communicate(timeout=30)
     layers, _ = json.JSONDecoder().raw_decode(log, log.index("[\n"))
-    experts = [layer for layer in layers if layer["experts"] == "32"]
+    experts = [layer for layer in layers if layer["experts"] == 32]
     # No claim on the exit code: the unwrapped stock server, too, at times aborts as it ends
     # ("terminate called without an active exception").
     assert "Traceback" not in log

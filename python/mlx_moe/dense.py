@@ -76,7 +76,9 @@ def replace_linear_layers(model: nn.Module, *, backend: str = "auto") -> Replace
         dtype, bits = describe(module)
         family = type(parent).__module__.rpartition(".")[2]
         layer = DenseLayer(name, Counters(name, logged), root) if target == "cpu" else None
-        rows.append((module, ReplacedLayer(name, family, None, dtype, bits, target, layer)))
+        rows.append(
+            (module, ReplacedLayer(name, "dense", family, None, dtype, bits, target, layer))
+        )
     if not rows:
         raise NoMoELayers(
             f"{type(model).__module__}.{type(model).__name__} has no nn.Linear, "
@@ -95,7 +97,7 @@ def _attention_row(model: nn.Module, target: str, logged: set[str]) -> ReplacedL
     name, family = attention.NAME, own_class(model).__module__.rpartition(".")[2]
     counters = Counters(name, logged)
     layer = attention.AttentionLayer(name, counters) if target == "cpu" else None
-    return ReplacedLayer(name, family, None, "input's", None, target, layer)
+    return ReplacedLayer(name, "attention", family, None, "input's", None, target, layer)
 
 
 def restore_linear_layers(model: nn.Module) -> None:

@@ -214,6 +214,7 @@ def _examine(
     first = children[0].get("linear", children[0])
     return ReplacedLayer(
         name,
+        "experts",
         family,
         int(first["weight"].shape[0]),
         "+".join(dtypes),

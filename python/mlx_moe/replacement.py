@@ -6,7 +6,7 @@ from typing import Any
 from .stats import Counters
 from .tables import table
 
-FACTS = ("family", "experts", "top-k", "weights", "backend")
+FACTS = ("kind", "family", "experts", "top-k", "weights", "backend")
 
 
 @dataclass
@@ -15,6 +15,7 @@ class ReplacedLayer:
 
     Attributes:
         name: dotted path in the model.
+        kind: "experts", "dense" or "attention".
         family: the model file (mlx-lm's name for the architecture) of the calling block.
         experts: number of experts, None for a dense layer.
         dtype: of the values ("bfloat16"), or the mode ("mxfp4") of floating-point formats.
@@ -23,6 +24,7 @@ class ReplacedLayer:
     """
 
     name: str
+    kind: str
     family: str
     experts: int | None
     dtype: str
@@ -42,11 +44,10 @@ class ReplacedLayer:
         return None if self._layer is None else self._layer.counters
 
     @property
-    def facts(self) -> tuple[str, ...]:
-        """Texts for a table, as FACTS."""
+    def facts(self) -> tuple[str | int | None, ...]:
+        """Cells of a table, as FACTS."""
         weights = self.dtype if self.bits is None else f"{self.bits}-bit {self.dtype}"
-        facts = (self.family, self.experts, self.top_k, weights, self.backend)
-        return tuple("-" if fact is None else str(fact) for fact in facts)
+        return self.kind, self.family, self.experts, self.top_k, weights, self.backend
 
 
 @dataclass

@@ -97,7 +97,8 @@ class Comparison:
 
     def precision_note(self) -> str:
         """Why a half-precision model's choices may differ at all."""
-        dtypes = {p.dtype for m in self.models for _, p in tree_flatten(m.model.parameters())}
+        flat: list[Any] = [pair for m in self.models for pair in tree_flatten(m.model.parameters())]
+        dtypes = {array.dtype for _, array in flat}
         if not dtypes & {mx.float16, mx.bfloat16}:
             return ""
         return (

@@ -11,7 +11,8 @@ from ..replacement import FACTS, ReplacedLayer
 from ..stats import Counters
 from ..tables import table
 
-COUNTS = ("tokens", "calls", "kernel calls", "fallbacks")
+COUNTS = ("tokens", "calls", "kernel calls", "small", "fallbacks")
+Cell = str | int | None
 
 
 @dataclass(frozen=True)
@@ -19,16 +20,17 @@ class Record:
     """One replaced layer and its counters; keeps no weights alive."""
 
     name: str
-    facts: tuple[str, ...]  # as FACTS
+    facts: tuple[Cell, ...]  # as FACTS
     counters: Counters | None  # None for a layer that was left to stock code
 
-    def counts(self) -> tuple[int, ...]:
-        """As COUNTS."""
+    def counts(self) -> tuple[Cell, ...]:
+        """As COUNTS; the attention product of all layers is one row, whose tokens say nothing."""
         if self.counters is None:
             return (0,) * len(COUNTS)
         stats = self.counters.as_dict()
         fallbacks = sum(stats["fallbacks"].values())
-        return stats["tokens"], stats["calls"], stats["kernel_calls"], fallbacks
+        tokens = None if self.facts[0] == "attention" else stats["tokens"]
+        return tokens, stats["calls"], stats["kernel_calls"], stats["small"], fallbacks
 
     def as_dict(self) -> dict[str, Any]:
         stats = {} if self.counters is None else self.counters.as_dict()
@@ -51,23 +53,23 @@ def write(ran: Sequence[Record], form: str) -> None:
     if form == "json":
         text = json.dumps([record.as_dict() for record in ran], indent=1)
     elif form == "layers":
-        rows = [[record.name, *record.facts, *map(str, record.counts())] for record in ran]
+        rows = [[record.name, *record.facts, *record.counts()] for record in ran]
         text = table(["layer", *FACTS, *COUNTS], rows)
     else:
-        text = table(["layers", *FACTS, *COUNTS], summary(ran))
+        text = table([FACTS[0], "layers", *FACTS[1:], *COUNTS], summary(ran))
     sys.stdout.flush()
     print(text, file=sys.stderr)
 
 
-def summary(ran: Iterable[Record]) -> list[list[str]]:
-    """One row for all layers with the same facts: how many, then the tokens that each one saw
+def summary(ran: Iterable[Record]) -> list[list[Cell]]:
+    """One row for all layers with the same facts: kind, how many, the tokens that each one saw
     (the most, where they differ) and the calls of all."""
-    groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+    groups: dict[tuple[Cell, ...], list[tuple[Any, ...]]] = {}
     for record in ran:
         groups.setdefault(record.facts, []).append(record.counts())
-    rows = []
-    for facts, counts in groups.items():
+    rows: list[list[Cell]] = []
+    for (kind, *facts), counts in groups.items():
         tokens, *calls = zip(*counts, strict=True)
-        totals = max(tokens), *map(sum, calls)
-        rows.append([str(len(counts)), *facts, *map(str, totals)])
+        layers, most = (None, None) if None in tokens else (len(counts), max(tokens))
+        rows.append([kind, layers, *facts, most, *map(sum, calls)])
     return rows
