@@ -17,7 +17,7 @@ namespace mlx_moe {
 
 template <class Simd>
 struct DotKernel {
-  static constexpr size_t kBlock = 32, kRows = 4, kPad = 16, kTokens = 64;
+  static constexpr size_t kBlock = 32, kRows = Simd::rows, kPad = 16, kTokens = 64, kStretch = 1024;
 
   static size_t padded(size_t cols) { return (cols + kPad - 1) / kPad * kPad; }
 
@@ -39,7 +39,7 @@ struct DotKernel {
     }
   }
 
-  // out[r * ld + t] = dot(w[r], x[t]), the tokens in registers.
+  // out[r * ld + t] += dot(w[r], x[t]) over k columns, the sums in registers.
   template <int tokens>
   static void dots(const float* const* w, const float* x, size_t k, size_t stride, float* out,
                    size_t ld) {
@@ -55,7 +55,7 @@ struct DotKernel {
       }
     }
     for (size_t r = 0; r < kRows; ++r)
-      for (int t = 0; t < tokens; ++t) out[r * ld + t] = Simd::sum(acc[r][t]);
+      for (int t = 0; t < tokens; ++t) out[r * ld + t] += Simd::sum(acc[r][t]);
   }
 
   template <int tokens>
@@ -127,20 +127,32 @@ struct DotKernel {
 #endif
     size_t k = padded(m.cols), stride = row_stride(m.cols);
     auto* unpacked = static_cast<float*>(scratch(2, kRows * stride * sizeof(float)));
-    constexpr size_t step = Simd::tokens;
+    for (size_t i = 0; i < rows * tokens; ++i) out[i] = 0.f;
     for (size_t r = 0; r < rows; r += kRows) {
       const float* w[kRows];
       size_t have = rows - r < kRows ? rows - r : kRows;
       for (size_t i = 0; i < kRows; ++i)
         w[i] =
             i < have ? unpack_row<Simd>(m, expert, row0 + r + i, k, unpacked + i * stride) : w[0];
-      float* to = out + r * tokens;
-      size_t t = 0;
-      for (; t + step <= tokens; t += step)
-        dots<Simd::tokens>(w, x + t * stride, k, stride, to + t, tokens);
-      if (t < tokens)
-        rest<Simd::tokens - 1>(tokens - t, w, x + t * stride, k, stride, to + t, tokens);
+      multiply(w, have, x, k, stride, tokens, out + r * tokens);
     }
+  }
+
+  // Columns in stretches, so that the rows' part stays in the first-level cache for all tokens.
+  static void multiply(const float** w, size_t rows, const float* x, size_t k, size_t stride,
+                       size_t tokens, float* out) {
+    constexpr size_t step = Simd::tokens;
+    float spare[kRows * kTokens] = {};  // rows that are not there have nowhere else to go
+    float* to = rows == kRows ? out : spare;
+    for (size_t c = 0; c < k; c += kStretch, x += kStretch) {
+      size_t n = k - c < kStretch ? k - c : kStretch, t = 0;
+      for (; t + step <= tokens; t += step)
+        dots<Simd::tokens>(w, x + t * stride, n, stride, to + t, tokens);
+      if (t < tokens)
+        rest<Simd::tokens - 1>(tokens - t, w, x + t * stride, n, stride, to + t, tokens);
+      for (size_t r = 0; r < kRows; ++r) w[r] += n;
+    }
+    for (size_t i = 0; to == spare && i < rows * tokens; ++i) out[i] = spare[i];
   }
 
   static void gate_up(const Matrix& gate, const Matrix& up, size_t expert, size_t row0, size_t rows,
@@ -176,10 +188,10 @@ struct DotKernel {
   // A stretch of columns at a time, so that the sums stay in the first-level cache.
   static void combine(const void* y, Scalar y_type, const float* scores, size_t k, size_t cols,
                       void* out, Scalar out_type) {
-    constexpr size_t kStretch = 256;
-    alignas(64) float row[kStretch], sum[kStretch];
-    for (size_t c = 0; c < cols; c += kStretch) {
-      size_t n = cols - c < kStretch ? cols - c : kStretch;
+    constexpr size_t kColumns = 256;
+    alignas(64) float row[kColumns], sum[kColumns];
+    for (size_t c = 0; c < cols; c += kColumns) {
+      size_t n = cols - c < kColumns ? cols - c : kColumns;
       for (size_t i = 0; i < n; ++i) sum[i] = 0.f;
       for (size_t j = 0; j < k; ++j) {
         auto* src = static_cast<const uint8_t*>(y) + (j * cols + c) * size_of(y_type);

@@ -9,6 +9,7 @@ namespace {
 struct Simd {
   using V = __m256;
   static constexpr size_t width = 8;
+  static constexpr size_t rows = 4;
   static constexpr int tokens = 3;  // 4 rows x 3 tokens + 3 + 1 of 16 registers
 
   static V zero() { return _mm256_setzero_ps(); }
@@ -19,6 +20,11 @@ struct Simd {
   struct Pair {
     V low, high;
   };
+  static void store_pairs(float* p, V even, V odd) {
+    __m256 low = _mm256_unpacklo_ps(even, odd), high = _mm256_unpackhi_ps(even, odd);
+    _mm256_storeu_ps(p, _mm256_permute2f128_ps(low, high, 0x20));
+    _mm256_storeu_ps(p + 8, _mm256_permute2f128_ps(low, high, 0x31));
+  }
   static Pair nibble_pairs(const uint8_t* src) {
     __m256i b = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(src)));
     return {_mm256_cvtepi32_ps(_mm256_and_si256(b, _mm256_set1_epi32(15))),

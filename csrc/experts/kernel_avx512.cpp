@@ -9,6 +9,7 @@ namespace {
 struct Simd {
   using V = __m512;
   static constexpr size_t width = 16;
+  static constexpr size_t rows = 4;
   static constexpr int tokens = 6;  // 4 rows x 6 tokens + 6 + 1 of 32 registers
 
   static V zero() { return _mm512_setzero_ps(); }
@@ -19,6 +20,12 @@ struct Simd {
   struct Pair {
     V low, high;
   };
+  static void store_pairs(float* p, V even, V odd) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    _mm512_storeu_ps(p, _mm512_permutex2var_ps(even, low, odd));
+    _mm512_storeu_ps(p + 16, _mm512_permutex2var_ps(even, high, odd));
+  }
   static Pair nibble_pairs(const uint8_t* src) {
     __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(src)));
     return {_mm512_cvtepi32_ps(_mm512_and_si512(b, _mm512_set1_epi32(15))),

@@ -9,6 +9,7 @@ namespace {
 struct Simd {
   using V = float32x4_t;
   static constexpr size_t width = 4;
+  static constexpr size_t rows = 4;
   static constexpr int tokens = 6;  // 4 rows x 6 tokens + 6 + 1 of 32 registers
 
   static V zero() { return vdupq_n_f32(0.f); }
@@ -19,6 +20,7 @@ struct Simd {
   struct Pair {
     V low, high;
   };
+  static void store_pairs(float* p, V even, V odd) { vst2q_f32(p, {{even, odd}}); }
   static Pair nibble_pairs(const uint8_t* src) {
     uint32_t four;
     __builtin_memcpy(&four, src, 4);

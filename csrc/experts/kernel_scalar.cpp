@@ -7,6 +7,7 @@ namespace {
 struct Simd {
   using V = float;
   static constexpr size_t width = 1;
+  static constexpr size_t rows = 4;
   static constexpr int tokens = 2;
 
   static V zero() { return 0.f; }
@@ -17,6 +18,7 @@ struct Simd {
   struct Pair {
     V low, high;
   };
+  static void store_pairs(float* p, V even, V odd) { p[0] = even, p[1] = odd; }
   static Pair nibble_pairs(const uint8_t* src) { return {float(*src & 15), float(*src >> 4)}; }
   static float sum(V v) { return v; }
 

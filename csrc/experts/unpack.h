@@ -67,6 +67,20 @@ const int8_t* unpack_codes(const Matrix& m, const uint8_t* src, int8_t* codes) {
   return codes;
 }
 
+// Affine 4-bit groups of `bytes` bytes, which hold columns 2i and 2i + 1; the commonest format, so
+// without a stop at whole numbers.
+template <class Simd>
+void unpack_nibbles(const uint8_t* src, size_t groups, size_t bytes, const float* scale,
+                    const float* bias, float* out) {
+  for (size_t g = 0, i = 0; g < groups; ++g) {
+    auto s = Simd::broadcast(scale[g]), b = Simd::broadcast(bias[g]);
+    for (size_t end = i + bytes; i < end; i += Simd::width) {
+      auto codes = Simd::nibble_pairs(src + i);
+      Simd::store_pairs(out + 2 * i, Simd::fma(codes.low, s, b), Simd::fma(codes.high, s, b));
+    }
+  }
+}
+
 // One row as float32, zero up to `padded` columns. A float32 row is returned where it lies.
 template <class Simd>
 const float* unpack_row(const Matrix& m, size_t expert, size_t row, size_t padded, float* out) {
@@ -81,6 +95,10 @@ const float* unpack_row(const Matrix& m, size_t expert, size_t row, size_t padde
   float* bias = scale + m.groups();
   unpack_scales<Simd>(m, expert, row, scale, bias);
   size_t group = size_t(m.group);
+  if (m.mode == Mode::affine && m.bits == 4) {
+    unpack_nibbles<Simd>(src, m.groups(), group / 2, scale, bias, out);
+    return out;
+  }
   if (m.mode == Mode::mxfp8) {
     for (size_t k = 0; k < m.cols; ++k) out[k] = scale[k / group] * e4m3_to_f32(src[k]);
     return out;
