@@ -1,7 +1,10 @@
 """`mlx_moe attach`: directories that the stock, unwrapped commands run replaced."""
 
+import errno
 import json
+import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import mlx.core as mx
@@ -146,6 +149,34 @@ def test_refusals_leave_nothing_behind(
     assert attach(source, output) == 1
     assert message in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_no_output_inside_the_model(
+    tiny_model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = Path(shutil.copytree(tiny_model_path, tmp_path / "source"))
+    before = sorted(tmp_path.rglob("*"))
+    assert attach(source, source / "sub" / "attached") == 1
+    assert "is inside the model's own directory" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("step", ["mkdtemp", "symlink_to", "rename"])
+def test_a_failing_disk_is_one_line(
+    step: str,
+    tiny_model_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile if step == "mkdtemp" else Path, step, full)
+    assert attach(tiny_model_path, tmp_path / "output") == 1
+    error = capsys.readouterr().err
+    assert error.splitlines()[-1].endswith("output: No space left on device")
+    assert "Traceback" not in error and list(tmp_path.iterdir()) == []
 
 
 def test_a_model_that_does_not_load_leaves_nothing_behind(

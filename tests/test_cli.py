@@ -133,6 +133,7 @@ def test_run_of_the_stock_benchmark(tiny_model_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     assert "Averages: prompt_tps=" in ran.stdout
+    assert "6 MoE layers left to stock" in ran.stderr
     row = next(line for line in ran.stderr.splitlines() if "qwen3_moe " in line).split()
     assert row[:2] == ["experts", "6"] and row[-6:] == ["stock", "0", "0", "0", "0", "0"]
 
@@ -169,12 +170,13 @@ def test_run_names_what_a_command_lacks(
     ("arguments", "message"),
     [
         (["fly"], "invalid choice: 'fly'"),
-        ([], "required: COMMAND"),
         (["run", "mlx_lm.fly"], "unknown command 'mlx_lm.fly'; mlx-lm has mlx_lm, "),
         (["run"], "required: COMMAND"),
         (["run", "--backend", "gpu", "mlx_lm.chat"], "invalid choice: 'gpu'"),
         (["generate", "--fly"], "unrecognized arguments: --fly"),
         (["generate", "--compare", "--draft-model", "m"], "--compare does not go with"),
+        (["generate", "--compare", "--backend", "stock"], "both sides would be stock"),
+        (["benchmark"], "required: --model"),
         (["benchmark", "-n", "0"], "0 is not a positive number"),
         (["attach", "--model", "m"], "required: -o"),
     ],
@@ -188,15 +190,50 @@ def test_wrong_usage(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["generate", "attach", "benchmark"])
+@pytest.mark.parametrize("model", ["no/such-model", "/no/such/model"])
+@pytest.mark.parametrize(
+    "command", ["generate", "attach -o OUT", "benchmark", "run mlx_lm.generate", "run mlx_lm.chat"]
+)
 def test_a_missing_model_is_one_line(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    extra = ["-o", str(tmp_path / "out")] if name == "attach" else []
-    assert main([name, "--model", "no/such-model", *extra]) == 1
+    words = command.replace("OUT", str(tmp_path / "out")).split()
+    assert main([*words, "--model", model]) == 1
     error = capsys.readouterr().err.strip()
-    assert error.startswith("mlx_moe: error: cannot load the model 'no/such-model': ")
-    assert "\n" not in error
+    assert error.startswith(f"mlx_moe: error: cannot load the model {model!r}: there is no ")
+    assert "and as a Hugging Face repository id it failed: " in error and "\n" not in error
+
+
+def test_a_directory_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "mlx_lm.generate", "--model", str(tmp_path)]) == 1
+    error = capsys.readouterr().err.strip()
+    assert error.startswith(f"mlx_moe: error: cannot load the model {str(tmp_path)!r}: ")
+    assert "repository" not in error and "\n" not in error
+
+
+@pytest.mark.parametrize("model", ["/no/such", Path("no/such")])
+def test_load_of_a_missing_model(model: str | Path) -> None:
+    with pytest.raises(mlx_moe.ModelNotFound, match="there is no directory '/?no/such', and as"):
+        load(model)
+
+
+def test_a_wrong_environment_is_said_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> str:
+        raise mlx_moe.InvalidArgument("MLX_MOE_ISA=abacus cannot run here")
+
+    monkeypatch.setattr(mlx_moe.core, "isa", refuse)
+    for words in ("generate", "run mlx_lm.generate", "benchmark", "attach -o no/such"):
+        assert main([*words.split(), "--model", "no/such-model"]) == 1
+        assert capsys.readouterr().err == "mlx_moe: error: MLX_MOE_ISA=abacus cannot run here\n"
+    with pytest.raises(mlx_moe.InvalidArgument, match="^MLX_MOE_ISA=abacus"):
+        mlx_moe.replace_linear_layers(Dense())
+
+
+def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "\n  generate   generate text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["generate", "run", "attach", "benchmark"])

@@ -1,5 +1,7 @@
 """Dense layers on the kernels: values, what is seen of later changes, restoring, refusing."""
 
+import copy
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -141,6 +143,17 @@ def test_quantised_layers_of_a_model_in_evaluation_mode_run_on_the_kernels() -> 
     replacement = replace_linear_layers(model)
     mx.eval(model(mx.random.normal((TOKENS, INPUTS))))
     assert counts(replacement)["kernel_calls"] == 1
+
+
+def test_a_copy_follows_its_own_models_training_flag() -> None:
+    model = prepare(Single(), "float32")
+    nn.quantize(model, 64, 4)  # the layer itself is left in training mode
+    replace_linear_layers(model)
+    other = copy.deepcopy(model)
+    model.train()
+    before = core.calls()
+    mx.eval(other(mx.random.normal((TOKENS, INPUTS))))
+    assert calls_since(before) == {"linear": 1}
 
 
 def test_adapters_keep_their_base_on_the_kernels() -> None:

@@ -36,7 +36,9 @@ from mlx_moe import (
     NoMoELayers,
     UnsupportedLayer,
     core,
+    replace_linear_layers,
     replace_moe_layers,
+    restore_linear_layers,
     restore_moe_layers,
 )
 
@@ -230,6 +232,14 @@ def test_wrong_arguments_change_nothing(arguments, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         replace_moe_layers(model, **arguments)
     assert type(model.experts) is SwitchGLU
+
+
+@pytest.mark.parametrize(
+    "call", [replace_moe_layers, replace_linear_layers, restore_moe_layers, restore_linear_layers]
+)
+def test_what_is_no_model(call) -> None:
+    with pytest.raises(InvalidArgument, match=r"expected a model .* found str; mlx_moe.load"):
+        call("examples/tiny-qwen3-moe")
 
 
 def test_a_model_without_experts() -> None:

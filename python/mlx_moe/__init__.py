@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from . import core
-from .errors import InvalidArgument, MoEError, NoMoELayers, UnsupportedLayer
+from .errors import InvalidArgument, ModelNotFound, MoEError, NoMoELayers, UnsupportedLayer
 
 if TYPE_CHECKING:
     from .dense import replace_linear_layers, restore_linear_layers
@@ -21,6 +21,7 @@ except PackageNotFoundError:  # run from the source tree
 __all__ = [
     "InvalidArgument",
     "MoEError",
+    "ModelNotFound",
     "NoMoELayers",
     "Replacement",
     "UnsupportedLayer",

@@ -1,5 +1,6 @@
 """The same kernels for dense linear layers, where MLX computes on the CPU."""
 
+import copy
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import mlx.nn as nn
 from . import attention, core
 from .custom import CannotEvaluate, eager, evaluate, filled
 from .errors import InvalidArgument, NoMoELayers, NotContiguous
-from .replace import find_modules, resolve_backend, swap, unswap
+from .replace import find_modules, named_modules, resolve_backend, swap, unswap
 from .replacement import ReplacedLayer, Replacement
 from .stats import DETAILS, Counters
 from .weights import FLOATS, PLAIN_KEYS, Linear, UnknownFormat, describe, own_class
@@ -45,6 +46,12 @@ class DenseLayer:
         model = self.model()
         return module.training and (model is None or model.training)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DenseLayer":
+        """The copy's model is the copied one, where that is being copied too."""
+        model = self.model()
+        root = self.model if model is None else weakref.ref(memo.get(id(model), model))
+        return DenseLayer(self.name, copy.deepcopy(self.counters, memo), root)
+
 
 def replace_linear_layers(model: nn.Module, *, backend: str = "auto") -> Replacement:
     """Run a model's dense layers and attention products on the kernels.
@@ -65,14 +72,15 @@ def replace_linear_layers(model: nn.Module, *, backend: str = "auto") -> Replace
         "(attention product)", for all of the model's.
 
     Raises:
-        InvalidArgument: unknown backend.
+        InvalidArgument: unknown backend, or no model.
         NoMoELayers: the model has no such layer; nothing was changed.
     """
     target = resolve_backend(backend)
     logged: set[str] = set()
+    found = find_modules(model, lambda m: own_class(m) in FORWARDS)
     root = weakref.ref(model)
     rows = []
-    for name, module, parent in find_modules(model, lambda m: own_class(m) in FORWARDS):
+    for name, module, parent in found:
         dtype, bits = describe(module)
         family = type(parent).__module__.rpartition(".")[2]
         layer = DenseLayer(name, Counters(name, logged), root) if target == "cpu" else None
@@ -102,7 +110,7 @@ def _attention_row(model: nn.Module, target: str, logged: set[str]) -> ReplacedL
 
 def restore_linear_layers(model: nn.Module) -> None:
     """Undo `replace_linear_layers` on every layer of `model`; without any, do nothing."""
-    for _, module in model.named_modules():
+    for module in named_modules(model).values():
         unswap(module, "_moe_attention")
         unswap(module, "_moe_dense")
 

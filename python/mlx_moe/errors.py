@@ -13,6 +13,10 @@ class NotContiguous(InvalidArgument):
     """An array's rows do not follow each other in memory; `mx.contiguous` mends that."""
 
 
+class ModelNotFound(MoEError, FileNotFoundError):
+    """There is no such model directory, or a file that it needs is not in it."""
+
+
 class UnsupportedLayer(MoEError, TypeError):
     """A layer's format or activation is not implemented."""
 

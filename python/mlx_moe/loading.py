@@ -2,8 +2,10 @@
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,8 +14,8 @@ import mlx_lm.utils
 
 from . import attention
 from .dense import replace_linear_layers
-from .errors import NoMoELayers
-from .replace import replace_moe_layers
+from .errors import ModelNotFound, MoEError, NoMoELayers
+from .replace import replace_moe_layers, resolve_backend
 from .replacement import Replacement
 
 log = logging.getLogger("mlx_moe")
@@ -50,7 +52,10 @@ class Replaced:
 
     def __str__(self) -> str:
         name = type(self.model).__module__.rpartition(".")[2]
-        moe = f"{len(self.moe.layers)} MoE layers replaced" if self.moe else "no MoE layers"
+        moe = "no MoE layers"
+        if self.moe:
+            replaced = any(layer.backend == "cpu" for layer in self.moe.layers)
+            moe = f"{len(self.moe.layers)} MoE layers {'replaced' if replaced else 'left to stock'}"
         names = [layer.name for layer in self.dense.layers] if self.dense else []
         count = len([name for name in names if name != attention.NAME])
         dense = f", {count} dense layers replaced" if count else ""
@@ -62,6 +67,25 @@ def replace_layers(model: nn.Module, backend: str) -> Replaced:
     replaced = Replaced(model, backend).replace()
     log.info("%s", replaced)
     return replaced
+
+
+@contextmanager
+def missing_model_is_an_error(name: str | Path) -> Iterator[None]:
+    """Turn what mlx-lm and the hub raise for a model that is not there into `ModelNotFound`."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        yield
+    except MoEError:
+        raise
+    except (FileNotFoundError, HfHubHTTPError, HFValidationError) as error:
+        reason = (str(error).strip() or repr(error)).splitlines()[0].rstrip(".")
+        if not Path(name).exists():
+            reason = (
+                f"there is no directory {str(name)!r}, and as a Hugging Face repository id "
+                f"it failed: {reason}"
+            )
+        raise ModelNotFound(f"cannot load the model {str(name)!r}: {reason}") from error
 
 
 def trust_option(load: Callable[..., Any], trusted: bool) -> dict[str, Any]:
@@ -80,7 +104,7 @@ def replace_dense(model: nn.Module, backend: str) -> Replacement | None:
         return None
 
 
-def load(path_or_repo: str, *, backend: str = "auto", **options: Any) -> Any:
+def load(path_or_repo: str | Path, *, backend: str = "auto", **options: Any) -> Any:
     """Load a model as `mlx_lm.load` does, with its layers replaced.
 
     Args:
@@ -92,10 +116,13 @@ def load(path_or_repo: str, *, backend: str = "auto", **options: Any) -> Any:
         (model, tokenizer), and the config as a third item with `return_config=True`.
 
     Raises:
+        ModelNotFound: no such directory or repository, or a file is missing.
         MoEError: a layer cannot be replaced. A model without MoE layers is no error:
             it is logged, and on a CPU-only MLX its dense layers are replaced.
-        FileNotFoundError, ValueError: from `mlx_lm.load`.
+        ValueError: from `mlx_lm.load`.
     """
-    loaded = mlx_lm.utils.load(str(path_or_repo), **options)
+    resolve_backend(backend)
+    with missing_model_is_an_error(path_or_repo):
+        loaded = mlx_lm.utils.load(str(path_or_repo), **options)
     replace_layers(loaded[0], backend)
     return loaded

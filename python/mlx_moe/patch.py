@@ -8,7 +8,8 @@ from typing import Any
 import mlx.nn as nn
 import mlx_lm.utils
 
-from .loading import Replaced, replace_layers
+from .loading import Replaced, missing_model_is_an_error, replace_layers
+from .replace import resolve_backend
 
 
 @contextmanager
@@ -33,14 +34,28 @@ def replaced_models(backend: str, loaded: Callable[[Replaced], object]) -> Itera
         backend: "auto", "stock" or "cpu", as for `replace_moe_layers`.
         loaded: is called with each model. A server lets go of a model to load another:
             do not keep what is passed where that may happen.
+
+    Raises:
+        InvalidArgument: the CPU kernels cannot run here; before a model is loaded.
+        ModelNotFound: while open, for a model that is not there.
     """
-    stock = mlx_lm.utils.load_model
+    resolve_backend(backend)
+    stock, stock_download = mlx_lm.utils.load_model, mlx_lm.utils._download
+
+    @functools.wraps(stock_download)
+    def download(path_or_hf_repo: str, *args: Any, **kwargs: Any) -> Any:
+        with missing_model_is_an_error(path_or_hf_repo):
+            return stock_download(path_or_hf_repo, *args, **kwargs)
 
     @functools.wraps(stock)
-    def load_model(*args: Any, **kwargs: Any) -> tuple[nn.Module, dict[str, Any]]:
-        model, config = stock(*args, **kwargs)
+    def load_model(model_path: Any, *args: Any, **kwargs: Any) -> tuple[nn.Module, dict[str, Any]]:
+        with missing_model_is_an_error(model_path):
+            model, config = stock(model_path, *args, **kwargs)
         loaded(replace_layers(model, backend))
         return model, config
 
-    with attribute(mlx_lm.utils, "load_model", load_model):
+    with (
+        attribute(mlx_lm.utils, "_download", download),
+        attribute(mlx_lm.utils, "load_model", load_model),
+    ):
         yield

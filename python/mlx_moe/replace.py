@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
-from . import probe
+from . import core, probe
 from .errors import InvalidArgument, NoMoELayers, UnsupportedLayer
 from .layers import LINEARS, PROJECTIONS, Layer, replaced_class
 from .replacement import ReplacedLayer, Replacement
@@ -65,7 +65,10 @@ def resolve_backend(backend: str) -> str:
     if backend not in BACKENDS:
         raise InvalidArgument(f"backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
     if backend == "auto":
-        return "cpu" if mx.default_device().type == mx.DeviceType.cpu else "stock"
+        backend = "cpu" if mx.default_device().type == mx.DeviceType.cpu else "stock"
+    if backend == "cpu":  # read here what the environment says, not inside the first layer
+        core.isa()
+        core.num_threads()
     return backend
 
 
@@ -96,7 +99,8 @@ def replace_moe_layers(
         The `Replacement`.
 
     Raises:
-        InvalidArgument: an argument is not one of the above.
+        InvalidArgument: an argument is not one of the above, or the CPU kernels cannot run as
+            MLX_MOE_ISA or MLX_MOE_NUM_THREADS says.
         NoMoELayers: the model has no expert layers; nothing was changed.
         UnsupportedLayer: a layer cannot be replaced and `strict`; nothing was changed.
     """
@@ -122,7 +126,7 @@ def replace_moe_layers(
 
 def restore_moe_layers(model: nn.Module) -> None:
     """Undo `replace_moe_layers` on every layer of `model`; without any, do nothing."""
-    for _, module in model.named_modules():
+    for module in named_modules(model).values():
         unswap(module, "_moe_layer")
 
 
@@ -143,9 +147,19 @@ def unswap(module: Any, attribute: str) -> None:
         module.__class__ = type(module)._moe_base
 
 
+def named_modules(model: Any) -> dict[str, Any]:
+    """Every module of `model` by its path; raises InvalidArgument if it is none itself."""
+    if not isinstance(model, nn.Module):
+        raise InvalidArgument(
+            f"expected a model (an mlx.nn.Module), found {type(model).__name__}; "
+            "mlx_moe.load(path) loads one"
+        )
+    return dict(model.named_modules())
+
+
 def find_modules(model: nn.Module, wanted: Any) -> list[tuple[str, Any, Any]]:
     """(name, module, parent module) of every wanted module, once each, in reading order."""
-    modules = dict(model.named_modules())
+    modules = named_modules(model)
     found, seen = [], set()
     for name in sorted(modules, key=_reading_order):
         module = modules[name]

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import sys
 
 from .. import __version__
 
@@ -30,6 +31,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand; returns its exit code (2: wrong usage)."""
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return 2
+    args = parser.parse_args(arguments)
     command = importlib.import_module(f".{args.command}", __name__)
     return command.main(args.arguments)

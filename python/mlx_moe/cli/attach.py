@@ -13,8 +13,9 @@ import mlx_lm.utils
 
 from ..attached import KEY
 from ..errors import MoEError
-from ..loading import trust_option
-from .common import add_backend_option, command, missing_model_is_an_error
+from ..loading import missing_model_is_an_error, trust_option
+from ..replace import resolve_backend
+from .common import add_backend_option, command
 
 MODEL_FILE = "mlx_moe_model.py"
 MODEL_SOURCE = '''\
@@ -26,7 +27,7 @@ try:
     from mlx_moe.attached import AttachedArgs
     from mlx_moe.attached import build as Model  # noqa: F401, N812
 except ImportError as error:
-    raise ImportError("this model directory needs mlx_moe: pip install mlx-npumoe") from error
+    raise ImportError("this model needs mlx_moe, to be installed from a checkout") from error
 
 
 class ModelArgs:
@@ -59,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
 @command
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
+    resolve_backend(args.backend)
     with missing_model_is_an_error(args.model):
         source = mlx_lm.utils._download(args.model)
     attach(source, args.output, args.backend, args.trust_remote_code)
@@ -74,6 +76,8 @@ def attach(source: Path, output: Path, backend: str, trust_remote_code: bool) ->
             f"{source} runs its own code, {config['model_file']}: "
             "pass --trust-remote-code if you trust it"
         )
+    if output.resolve().is_relative_to(source.resolve()):
+        raise MoEError(f"{output} is inside the model's own directory: give one outside {source}")
     config[KEY] = {"backend": backend, "model_file": config.get("model_file")}
     config["model_file"] = MODEL_FILE
     with new_directory(output) as scratch:
@@ -84,14 +88,15 @@ def attach(source: Path, output: Path, backend: str, trust_remote_code: bool) ->
         (scratch / "config.json").write_text(json.dumps(config, indent=4) + "\n")
         # A check that the layers can be replaced; lazy: no weights are read.
         load_model = mlx_lm.utils.load_model
-        load_model(scratch, lazy=True, **trust_option(load_model, True))
+        with missing_model_is_an_error(source):
+            load_model(scratch, lazy=True, **trust_option(load_model, True))
 
 
 def read_config(source: Path) -> dict:
     path = source / "config.json"
     try:
         config = json.loads(path.read_text())
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise MoEError(f"{source} is no model directory: it has no config.json") from error
     except ValueError as error:
         raise MoEError(f"{path} is not valid JSON: {error}") from error
@@ -105,12 +110,16 @@ def new_directory(output: Path) -> Iterator[Path]:
     """A scratch directory that becomes `output` when all went well, else vanishes."""
     if os.path.lexists(output):
         raise MoEError(f"{output} exists already: give a directory that is not there yet")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    scratch = None
     try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
         scratch.chmod(0o755)  # mkdtemp lets nobody else in
         yield scratch
         scratch.rename(output)
-    except BaseException:
-        shutil.rmtree(scratch)
+    except BaseException as error:
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+        if isinstance(error, OSError) and not isinstance(error, MoEError):
+            raise MoEError(f"cannot write {output}: {error.strerror or error}") from error
         raise

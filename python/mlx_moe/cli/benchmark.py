@@ -4,7 +4,6 @@ import argparse
 import json
 import platform
 import sys
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,10 @@ import numpy as np
 
 from .. import core
 from ..errors import MoEError
-from ..loading import replace_layers, trust_option
+from ..loading import missing_model_is_an_error, replace_layers, trust_option
+from ..replace import resolve_backend
 from ..tables import table
-from .common import add_backend_option, command, missing_model_is_an_error
+from .common import add_backend_option, command
 from .measure import SIDES, Measurement, Workload, measure
 
 PERCENTILES = (50, 95, 99)
@@ -32,17 +32,12 @@ def positive(text: str) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    stock = import_module("mlx_lm.generate")  # the attribute of that name is a function
     parser = argparse.ArgumentParser(
         prog="mlx_moe benchmark",
         description="Time the prefill of a random prompt and the decoding of further tokens, "
         "with the stock layers and with the replaced ones by turns, all logits evaluated.",
     )
-    parser.add_argument(
-        "--model",
-        default=stock.DEFAULT_MODEL,
-        help=f"Model directory or Hugging Face repo (default: {stock.DEFAULT_MODEL})",
-    )
+    parser.add_argument("--model", required=True, help="Model directory or Hugging Face repo")
     for flags, default, text in (
         (("--prompt-tokens", "-p"), 512, "Length of the prompt"),
         (("--generation-tokens", "-g"), 64, "Tokens to decode"),
@@ -66,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     if args.json not in (None, "-") and not Path(args.json).absolute().parent.is_dir():
         raise MoEError(f"--json {args.json}: there is no such directory to write it in")
+    resolve_backend(args.backend)
     with missing_model_is_an_error(args.model):
         loaded: Any = mlx_lm.utils.load(
             args.model,

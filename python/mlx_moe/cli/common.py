@@ -67,21 +67,6 @@ def log_to_stderr() -> Iterator[None]:
         log.propagate = before[1]
 
 
-@contextmanager
-def missing_model_is_an_error(name: str) -> Iterator[None]:
-    """Turn what mlx-lm and the hub raise for a model that is not there into one line."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        yield
-    except (FileNotFoundError, HfHubHTTPError, HFValidationError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise MoEError(
-            f"cannot load the model {name!r}: {reason}. "
-            "Give a model directory, or a Hugging Face repository id that can be downloaded."
-        ) from error
-
-
 def stock_commands() -> dict[str, EntryPoint]:
     """The console scripts of the installed mlx-lm, by name."""
     entry_points = distribution("mlx-lm").entry_points

@@ -8,16 +8,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from ..loading import Replaced
+from ..loading import Replaced, missing_model_is_an_error
 from ..patch import attribute, replaced_models
 from . import report
-from .common import (
-    add_backend_option,
-    add_stats_option,
-    call_stock,
-    command,
-    missing_model_is_an_error,
-)
+from .common import add_backend_option, add_stats_option, call_stock, command
 from .compare import Comparison
 
 
@@ -56,6 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.compare and (args.prompt_cache_file or args.draft_model):
         parser.error("--compare does not go with --prompt-cache-file or --draft-model")
+    if args.compare and args.backend == "stock":
+        parser.error("--compare does not go with --backend stock: both sides would be stock")
 
     with ExitStack() as stack:
         models: list[Replaced] = []
