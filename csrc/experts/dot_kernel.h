@@ -17,7 +17,8 @@ namespace mlx_moe {
 
 template <class Simd>
 struct DotKernel {
-  static constexpr size_t kBlock = 32, kRows = Simd::rows, kPad = 16, kTokens = 64, kStretch = 1024;
+  static constexpr size_t kBlock = 32, kRows = Simd::rows, kPad = 16, kTokens = 128,
+                          kStretch = 1024;
 
   static size_t padded(size_t cols) { return (cols + kPad - 1) / kPad * kPad; }
 
@@ -89,6 +90,7 @@ struct DotKernel {
       auto total = Simd::zero();
       for (size_t g = 0, i = 0; g < groups; ++g) {
         auto low = Simd::zero(), high = Simd::zero();
+        __builtin_prefetch(src + i + kReadAhead);
         for (size_t end = i + bytes; i < end; i += Simd::width) {
           auto codes = Simd::nibble_pairs(src + i);
           low = Simd::fma(codes.low, Simd::load(even + i), low);

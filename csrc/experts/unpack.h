@@ -67,6 +67,9 @@ const int8_t* unpack_codes(const Matrix& m, const uint8_t* src, int8_t* codes) {
   return codes;
 }
 
+// Bytes from what is read to what is worth asking memory for, a little at a time.
+constexpr size_t kReadAhead = 4096;
+
 // Affine 4-bit groups of `bytes` bytes, which hold columns 2i and 2i + 1; the commonest format, so
 // without a stop at whole numbers.
 template <class Simd>
@@ -74,6 +77,7 @@ void unpack_nibbles(const uint8_t* src, size_t groups, size_t bytes, const float
                     const float* bias, float* out) {
   for (size_t g = 0, i = 0; g < groups; ++g) {
     auto s = Simd::broadcast(scale[g]), b = Simd::broadcast(bias[g]);
+    __builtin_prefetch(src + i + kReadAhead);
     for (size_t end = i + bytes; i < end; i += Simd::width) {
       auto codes = Simd::nibble_pairs(src + i);
       Simd::store_pairs(out + 2 * i, Simd::fma(codes.low, s, b), Simd::fma(codes.high, s, b));
