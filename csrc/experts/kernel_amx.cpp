@@ -13,8 +13,8 @@ namespace {
 
 constexpr size_t kBlockRows = 32;
 // Blocks of 32 columns to unpack at a time: few, so that tiles multiply while the next are being
-// unpacked; or as many as the first-level cache holds, for use by every pair of token tiles.
-constexpr size_t kFewBlocks = 8, kManyBlocks = 16;
+// unpacked and all stays in the first-level cache.
+constexpr size_t kStepBlocks = 8;
 
 // Not std's: the linker may share those with files for other instruction sets.
 size_t min(size_t a, size_t b) { return a < b ? a : b; }
@@ -115,7 +115,7 @@ void multiply_block(const RowTile* rows, size_t expert, const uint16_t* x, size_
                     Done&& done) {
   size_t cols = rows[0].m.cols, blocks = column_blocks(cols), tiles = token_tiles(tokens);
   bool few = tiles <= 2;
-  size_t step = few ? kFewBlocks : kManyBlocks, pairs = (tiles + 1) / 2;
+  size_t step = kStepBlocks, pairs = (tiles + 1) / 2;
   auto* a = static_cast<uint16_t*>(scratch(2, 2 * step * kTile * 2 + pairs * kSums * 4));
   auto* all_sums = reinterpret_cast<float*>(a + 2 * step * kTile);
   Source source(rows, expert);
