@@ -120,7 +120,7 @@ struct DotKernel {
   }
 #endif
 
-  // out [rows, tokens]
+  // out [rows, tokens], with room for kBlock rows
   static void product(const Matrix& m, size_t expert, size_t row0, size_t rows, const float* x,
                       size_t tokens, float* out) {
     if (tokens == 1 && affine_q4(m)) return vector_q4(m, expert, row0, rows, x, out);
@@ -129,32 +129,29 @@ struct DotKernel {
 #endif
     size_t k = padded(m.cols), stride = row_stride(m.cols);
     auto* unpacked = static_cast<float*>(scratch(2, kRows * stride * sizeof(float)));
-    for (size_t i = 0; i < rows * tokens; ++i) out[i] = 0.f;
+    for (size_t i = 0; i < kBlock * tokens; ++i) out[i] = 0.f;
     for (size_t r = 0; r < rows; r += kRows) {
       const float* w[kRows];
       size_t have = rows - r < kRows ? rows - r : kRows;
       for (size_t i = 0; i < kRows; ++i)
         w[i] =
             i < have ? unpack_row<Simd>(m, expert, row0 + r + i, k, unpacked + i * stride) : w[0];
-      multiply(w, have, x, k, stride, tokens, out + r * tokens);
+      multiply(w, x, k, stride, tokens, out + r * tokens);
     }
   }
 
   // Columns in stretches, so that the rows' part stays in the first-level cache for all tokens.
-  static void multiply(const float** w, size_t rows, const float* x, size_t k, size_t stride,
-                       size_t tokens, float* out) {
+  static void multiply(const float** w, const float* x, size_t k, size_t stride, size_t tokens,
+                       float* out) {
     constexpr size_t step = Simd::tokens;
-    float spare[kRows * kTokens] = {};  // rows that are not there have nowhere else to go
-    float* to = rows == kRows ? out : spare;
     for (size_t c = 0; c < k; c += kStretch, x += kStretch) {
       size_t n = k - c < kStretch ? k - c : kStretch, t = 0;
       for (; t + step <= tokens; t += step)
-        dots<Simd::tokens>(w, x + t * stride, n, stride, to + t, tokens);
+        dots<Simd::tokens>(w, x + t * stride, n, stride, out + t, tokens);
       if (t < tokens)
-        rest<Simd::tokens - 1>(tokens - t, w, x + t * stride, n, stride, to + t, tokens);
+        rest<Simd::tokens - 1>(tokens - t, w, x + t * stride, n, stride, out + t, tokens);
       for (size_t r = 0; r < kRows; ++r) w[r] += n;
     }
-    for (size_t i = 0; to == spare && i < rows * tokens; ++i) out[i] = spare[i];
   }
 
   static void gate_up(const Matrix& gate, const Matrix& up, size_t expert, size_t row0, size_t rows,

@@ -131,10 +131,9 @@ const Kernel& swiglu_kernel(Scalar type, const Matrix& gate, const Matrix& up, c
   return same ? kernel : kernel_for(isa, Scalar::f32, gate);
 }
 
-// Output of y are numbered from the first token of the routing.
-void run_swiglu(const Input& x, const Routing& r, const Matrix& gate, const Matrix& up,
-                const Matrix& down, const Output& y) {
-  const Kernel& kernel = swiglu_kernel(x.type, gate, up, down);
+// Rows of y are numbered from the first token of the routing.
+void run_swiglu(const Kernel& kernel, const Input& x, const Routing& r, const Matrix& gate,
+                const Matrix& up, const Matrix& down, const Output& y) {
   Buckets b(r, gate.experts);
   for_waves(kernel, b.order, b.offsets, gate.cols, gate.rows, [&](auto& units, size_t bytes) {
     pack_panels(kernel, units, x, int32_t(r.k), bytes);
@@ -143,6 +142,19 @@ void run_swiglu(const Input& x, const Routing& r, const Matrix& gate, const Matr
     });
     for_blocks(kernel, units, down, [&](const Unit& u, size_t row, size_t rows) {
       kernel.project(down, u.expert, row, rows, u.h, u.tokens, {y.data, y.type, u.rows, y.cols});
+    });
+  });
+}
+
+// y = w . x for every assignment in its bucket; assignment numbers / divide are rows of x.
+void run_project(const Input& x, const std::vector<int32_t>& order,
+                 const std::vector<int32_t>& offsets, int32_t divide, const Matrix& w,
+                 const Output& y) {
+  const Kernel& kernel = kernel_for(chosen_isa(), x.type, w);
+  for_waves(kernel, order, offsets, w.cols, 0, [&](auto& units, size_t bytes) {
+    pack_panels(kernel, units, x, divide, bytes);
+    for_blocks(kernel, units, w, [&](const Unit& u, size_t row, size_t rows) {
+      kernel.project(w, u.expert, row, rows, u.x, u.tokens, {y.data, y.type, u.rows, y.cols});
     });
   });
 }
@@ -163,13 +175,14 @@ void swiglu(const Input& x, const Routing& r, const Matrix& gate, const Matrix& 
             const Matrix& down, const Output& y) {
   check_swiglu(x, r, gate, up, down);
   check_rows(y, r.tokens * r.k, down.rows);
-  run_swiglu(x, r, gate, up, down, y);
+  run_swiglu(swiglu_kernel(x.type, gate, up, down), x, r, gate, up, down, y);
 }
 
 void swiglu_combine(const Input& x, const Routing& r, const Input& scores, const Matrix& gate,
                     const Matrix& up, const Matrix& down, const Output& out) {
   check_swiglu(x, r, gate, up, down);
   check_rows(out, r.tokens, down.rows);
+  const Kernel& kernel = swiglu_kernel(x.type, gate, up, down);
   for (size_t t0 = 0; t0 < r.tokens; t0 += kChunkTokens) {
     size_t n = std::min(kChunkTokens, r.tokens - t0), d = down.rows;
     auto at = [&](const void* p, size_t row_bytes) {
@@ -180,8 +193,7 @@ void swiglu_combine(const Input& x, const Routing& r, const Input& scores, const
     Input ps{at(scores.data, r.k * size_of(scores.type)), scores.type, n, r.k};
     Output po{const_cast<char*>(at(out.data, d * size_of(out.type))), out.type, n, d};
     Output y{scratch(6, n * r.k * d * size_of(x.type)), x.type, n * r.k, d};
-    run_swiglu(px, part, gate, up, down, y);
-    const Kernel& kernel = swiglu_kernel(x.type, gate, up, down);
+    run_swiglu(kernel, px, part, gate, up, down, y);
     run(n, n * r.k * d < kAlone, [&](size_t t) { sum_assignments(kernel, y, ps, t, po); });
   }
 }
@@ -192,15 +204,8 @@ void grouped(const Input& x, const Routing& r, const Matrix& w, const Output& y)
   require(x.rows == r.tokens || x.rows == n, "x has ", x.rows, " rows, expected one a token (",
           r.tokens, ") or one an assignment (", n, ")");
   check_rows(y, n, w.rows);
-  const Kernel& kernel = kernel_for(chosen_isa(), x.type, w);
-  int32_t divide = x.rows == n ? 1 : int32_t(r.k);
   Buckets b(r, w.experts);
-  for_waves(kernel, b.order, b.offsets, w.cols, 0, [&](auto& units, size_t bytes) {
-    pack_panels(kernel, units, x, divide, bytes);
-    for_blocks(kernel, units, w, [&](const Unit& u, size_t row, size_t rows) {
-      kernel.project(w, u.expert, row, rows, u.x, u.tokens, {y.data, y.type, u.rows, y.cols});
-    });
-  });
+  run_project(x, b.order, b.offsets, x.rows == n ? 1 : int32_t(r.k), w, y);
 }
 
 void linear(const Input& x, const Matrix& w, const Output& y) {
@@ -208,15 +213,9 @@ void linear(const Input& x, const Matrix& w, const Output& y) {
   require(w.experts == 1, "linear takes one matrix, got ", w.experts);
   require(x.rows <= INT32_MAX, "more than 2^31 rows in one call");
   check_rows(y, x.rows, w.rows);
-  const Kernel& kernel = kernel_for(chosen_isa(), x.type, w);
   std::vector<int32_t> order(x.rows), offsets{0, int32_t(x.rows)};
   for (size_t i = 0; i < x.rows; ++i) order[i] = int32_t(i);
-  for_waves(kernel, order, offsets, w.cols, 0, [&](auto& units, size_t bytes) {
-    pack_panels(kernel, units, x, 1, bytes);
-    for_blocks(kernel, units, w, [&](const Unit& u, size_t row, size_t rows) {
-      kernel.project(w, 0, row, rows, u.x, u.tokens, {y.data, y.type, u.rows, y.cols});
-    });
-  });
+  run_project(x, order, offsets, 1, w, y);
 }
 
 void softmax(const Output& scores, float scale, size_t period, const Output& out) {

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from . import core
+from .errors import NotContiguous
 
 Function = Callable[..., mx.array]
 
@@ -55,7 +56,21 @@ def eager(compute: Function, stock: Function, arrays: Sequence[mx.array]) -> mx.
 def filled(
     shape: tuple[int, ...], dtype: mx.Dtype, run: Callable[..., None], *args: Any
 ) -> mx.array:
-    """An evaluated array of the given shape that `run(*args, out)`, a core function, wrote."""
+    """An evaluated array of the given shape that `run(*args, out)`, a core function, wrote.
+
+    Arrays among `args` must be evaluated; those that are not contiguous are copied.
+    """
+    try:
+        return _filled(shape, dtype, run, *args)
+    except NotContiguous:
+        args = tuple(mx.contiguous(a) if isinstance(a, mx.array) else a for a in args)
+        evaluate(*[a for a in args if isinstance(a, mx.array)])
+        return _filled(shape, dtype, run, *args)
+
+
+def _filled(
+    shape: tuple[int, ...], dtype: mx.Dtype, run: Callable[..., None], *args: Any
+) -> mx.array:
     if math.prod(shape) <= SMALL:
         out = core.empty(shape, _NAMES[dtype])
         run(*args, out)

@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from . import attention, core
 from .custom import CannotEvaluate, eager, evaluate, filled
-from .errors import InvalidArgument, NoMoELayers, NotContiguous
+from .errors import InvalidArgument, NoMoELayers
 from .replace import find_modules, named_modules, resolve_backend, swap, unswap
 from .replacement import ReplacedLayer, Replacement
 from .stats import DETAILS, Counters
@@ -193,12 +193,7 @@ def _product(linear: Linear, x: mx.array, arrays: Sequence[mx.array]) -> mx.arra
     rows = x if x.dtype == dtype else x.astype(dtype)
     evaluate(rows, *arrays, *linear.fixed.values())
     shape, matrix = (*x.shape[:-1], linear.rows), linear.matrix(arrays)
-    try:
-        return filled(shape, dtype, core.linear, rows, matrix)
-    except NotContiguous:
-        rows = mx.contiguous(rows)
-        evaluate(rows)
-        return filled(shape, dtype, core.linear, rows, matrix)
+    return filled(shape, dtype, core.linear, rows, matrix)
 
 
 def _is_small(module: Any, values: int) -> bool:

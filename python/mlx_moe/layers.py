@@ -10,7 +10,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchLin
 from . import core
 from .custom import CannotEvaluate, eager, evaluate, filled, token_rows
 from .deferred import Deferred
-from .errors import InvalidArgument, NotContiguous
+from .errors import InvalidArgument
 from .stats import DETAILS, Counters
 from .weights import FLOATS, PLAIN_KEYS, Linear, UnknownFormat, promote, shallow_copy
 
@@ -195,20 +195,12 @@ class Call:
         evaluate(x, ids, *weights, *([] if scores is None else [scores]))
         gate, up, down = self._matrices(groups)
 
-        def run(x: mx.array, ids: mx.array, scores: mx.array | None) -> mx.array:
-            if scores is None:
-                return filled(self.shape, self.dtype, core.swiglu, x, ids, gate, up, down)
+        if scores is None:
+            result = filled(self.shape, self.dtype, core.swiglu, x, ids, gate, up, down)
+        else:
             shape = (*self.shape[:-2], self.shape[-1])
             dtype = promote(self.dtype, scores.dtype)
-            return filled(shape, dtype, core.swiglu_combine, x, ids, scores, gate, up, down)
-
-        try:
-            result = run(x, ids, scores)
-        except NotContiguous:
-            x, ids = mx.contiguous(x), mx.contiguous(ids)
-            scores = None if scores is None else mx.contiguous(scores)
-            evaluate(x, ids, *([] if scores is None else [scores]))
-            result = run(x, ids, scores)
+            result = filled(shape, dtype, core.swiglu_combine, x, ids, scores, gate, up, down)
         self.layer.counters.ran(1)
         return result
 
