@@ -23,3 +23,11 @@ class UnsupportedLayer(MoEError, TypeError):
 
 class NoMoELayers(MoEError, ValueError):
     """The model has no layer of the kind that was to be replaced."""
+
+
+class CorruptFile(MoEError, ValueError):
+    """A file is not what it should be: another format, cut short, or values that cannot be."""
+
+
+class IdentityMismatch(MoEError, ValueError):
+    """A calibration, plan or artifact was made from another model."""

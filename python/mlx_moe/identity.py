@@ -1,0 +1,200 @@
+"""Which model a calibration, a plan or an artifact was made from."""
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from .errors import CorruptFile, IdentityMismatch, ModelNotFound
+from .layers import PROJECTIONS
+from .replace import find_modules, switch_kind
+
+SHARDS = "model*.safetensors"  # what mlx-lm loads
+SAMPLE_BYTES, SAMPLES = 4096, 64  # of all shards together, at least one of each
+LARGEST_HEADER = 100 << 20  # bytes, as the safetensors format allows
+LAYER_VALUES = 64  # of the first row of a projection's first expert
+PARTS = {
+    "config": "config.json",
+    "headers": "the tensors' names, shapes and dtypes",
+    "sample": "sampled bytes of the weights",
+    "layers": "the expert layers",
+}
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Digests (SHA-256, hex) by which a model is known again; None where there was nothing to read.
+
+    Attributes:
+        name: the directory's name or the repository's id; for people, never compared.
+        config: of config.json, without regard to layout and order.
+        headers: of the safetensors headers.
+        sample: of bytes at fixed places of the weight files.
+        layers: of the expert layers in memory: names, shapes, dtypes, formats, a few values.
+    """
+
+    name: str
+    config: str | None = None
+    headers: str | None = None
+    sample: str | None = None
+    layers: str | None = None
+
+    def to_json(self) -> dict[str, str | None]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Any, what: str = "identity") -> "ModelIdentity":
+        """The identity written by `to_json`; CorruptFile, which names `what`, for anything else."""
+        known = {f.name for f in fields(cls)}
+        if (
+            not isinstance(value, dict)
+            or not value.keys() <= known
+            or not isinstance(value.get("name"), str)
+            or not all(v is None or isinstance(v, str) for v in value.values())
+        ):
+            raise CorruptFile(f"{what}: the identity is not one of {sorted(known)} as text")
+        return cls(**value)
+
+
+def identity_of_files(path: str | Path) -> ModelIdentity:
+    """The identity of a model directory; reads headers and a few hundred KB of any size of model.
+
+    Raises:
+        ModelNotFound: there is no such directory.
+        CorruptFile: config.json or a weight file cannot be read as what it is.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ModelNotFound(f"there is no model directory {str(path)!r}")
+    config = directory / "config.json"
+    shards = sorted(directory.glob(SHARDS))
+    return ModelIdentity(
+        name=_name(directory),
+        config=_digest(_canonical(_config(config))) if config.is_file() else None,
+        headers=_digest(*_headers(shards)) if shards else None,
+        sample=_digest(*_samples(shards)) if shards else None,
+    )
+
+
+def identity_of_model(model: nn.Module, files: str | Path | None = None) -> ModelIdentity:
+    """The identity of a model in memory, and of the directory it was loaded from if given.
+
+    Replacing and restoring layers leave it as it is; adapters do too, quantising does not.
+    """
+    on_disk = ModelIdentity(type(model).__module__.rpartition(".")[2])
+    if files is not None:
+        on_disk = identity_of_files(files)
+    return ModelIdentity(**{**asdict(on_disk), "layers": _layers(model)})
+
+
+def check_same(expected: ModelIdentity, found: ModelIdentity, what: str) -> None:
+    """Raise IdentityMismatch unless `found` is the model that `what` (a file) was made from.
+
+    What only one of the two knows is not compared; that leaves nothing is a mismatch too.
+    """
+    both = [
+        part
+        for part in PARTS
+        if getattr(expected, part) is not None and getattr(found, part) is not None
+    ]
+    different = [PARTS[p] for p in both if getattr(expected, p) != getattr(found, p)]
+    if different:
+        raise IdentityMismatch(
+            f"{what} was made from the model {expected.name!r}, and this is {found.name!r}: "
+            f"{' and '.join(different)} differ; use that model, or make {what} again from this one"
+        )
+    if not both:
+        raise IdentityMismatch(
+            f"{what} was made from the model {expected.name!r}, and nothing is known by which to "
+            f"tell whether {found.name!r} is the same; make {what} again from this one"
+        )
+
+
+def _name(directory: Path) -> str:
+    """The repository's id for a directory of the hub's cache, else the directory's name."""
+    directory = directory.absolute()
+    repository = directory.parent.parent.name
+    if directory.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return directory.resolve().name
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"".join(struct.pack("<Q", len(p)) + p for p in parts)).hexdigest()
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """config.json as it was before `mlx_moe attach` wrote itself into it."""
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CorruptFile(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CorruptFile(f"{path} is no JSON object")
+    if isinstance(ours := config.pop("mlx_moe", None), dict):
+        config.pop("model_file", None)
+        if (own := ours.get("model_file")) is not None:
+            config["model_file"] = own
+    return config
+
+
+def _headers(shards: list[Path]) -> Iterator[bytes]:
+    for shard in shards:
+        with shard.open("rb") as file:
+            header = file.read(8)
+            size = int.from_bytes(header, "little")
+            if len(header) < 8 or not 2 <= size <= LARGEST_HEADER:
+                raise CorruptFile(f"{shard} does not begin with a safetensors header")
+            try:
+                tensors = json.loads(file.read(size))
+            except ValueError as error:
+                raise CorruptFile(f"{shard}: the safetensors header is not JSON") from error
+        if not isinstance(tensors, dict):
+            raise CorruptFile(f"{shard}: the safetensors header is no JSON object")
+        tensors.pop("__metadata__", None)
+        yield shard.name.encode()
+        yield _canonical(tensors)
+
+
+def _samples(shards: list[Path]) -> Iterator[bytes]:
+    each = max(1, SAMPLES // len(shards))
+    for shard in shards:
+        with shard.open("rb") as file:
+            size = shard.stat().st_size
+            yield size.to_bytes(8, "little")
+            start = 8 + int.from_bytes(file.read(8), "little")
+            for number in range(each):  # spread from the first tensor to the file's last bytes
+                end = max(size - SAMPLE_BYTES, start)
+                file.seek(start + (end - start) * (number + 1) // each)
+                yield file.read(SAMPLE_BYTES)
+
+
+def _layers(model: nn.Module) -> str | None:
+    facts: list[Any] = []
+    values: list[mx.array] = []
+    for name, module, _ in find_modules(model, lambda m: switch_kind(m) is not None):
+        kind = switch_kind(module)
+        assert kind is not None
+        for projection in PROJECTIONS[kind]:
+            linear = module[projection]
+            linear = linear.get("linear", linear)  # adapters wrap their base layer
+            arrays = {k: linear[k] for k in sorted(linear) if isinstance(linear[k], mx.array)}
+            how = [getattr(linear, key, None) for key in ("mode", "bits", "group_size")]
+            shapes = [[key, list(a.shape), str(a.dtype)] for key, a in arrays.items()]
+            facts.append([name, projection, how, shapes])
+            values.append(linear["weight"][0, 0, :LAYER_VALUES])
+    if not facts:
+        return None
+    mx.eval(values)
+    return _digest(_canonical(facts), *[np.array(v.view(mx.uint8)).tobytes() for v in values])
