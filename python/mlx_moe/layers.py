@@ -1,6 +1,6 @@
 """The forward of a replaced expert layer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,8 @@ class Layer:
         deferred: the calling block is known to take a `Deferred`.
         linears: classes of linear children whose forward is the plain one.
         swiglus: classes of activation that compute silu(gate) * up.
+        observer: is called once per forward, before it, with (module, layer, x [..., K], indices
+            [..., k], scores [..., k, 1] or None where they do not reach us), not evaluated.
     """
 
     name: str
@@ -40,6 +42,10 @@ class Layer:
     linears: frozenset[type] = LINEARS
     swiglus: frozenset[type] = frozenset({SwiGLU})
     top_k: int | None = field(default=None, compare=False)
+    observer: "Observer | None" = field(default=None, compare=False)
+
+
+Observer = Callable[[Any, Layer, mx.array, mx.array, mx.array | None], None]
 
 
 def replaced_class(base: type) -> type:
@@ -66,12 +72,16 @@ def forward(module: Any, layer: Layer, x: mx.array, indices: mx.array) -> Any:
     layer.top_k = indices.shape[-1]
     if reason := _stock_reason(module, layer, x, indices):
         layer.counters.fell_back(reason, DETAILS[reason])
+        if layer.observer is not None:
+            layer.observer(module, layer, x, indices, None)
         return type(module)._moe_base.__call__(module, x, indices)
-    if _is_small(module, layer, indices.size):
+    if layer.observer is None and _is_small(module, layer, indices.size):
         layer.counters.left_small()
         return type(module)._moe_base.__call__(module, x, indices)
     call = Call(module, layer, x, indices)
-    return Deferred(call) if layer.deferred and call.fused else call.run()
+    # An observer wants the scores also where they are not fused.
+    fused = call.fused or layer.observer is not None
+    return Deferred(call) if layer.deferred and fused else call.run()
 
 
 def _stock_reason(module: Any, layer: Layer, x: mx.array, indices: mx.array) -> str | None:
@@ -117,10 +127,21 @@ def _smallest(linear: Any) -> int:
 class Call:
     """One forward: its inputs and the weights as they are now (see `deferred.Experts`)."""
 
-    __slots__ = ("dtype", "fused", "indices", "layer", "linears", "module", "shape", "x")
+    __slots__ = (
+        "dtype",
+        "fused",
+        "indices",
+        "layer",
+        "linears",
+        "module",
+        "observer",
+        "shape",
+        "x",
+    )
 
     def __init__(self, module: Any, layer: Layer, x: mx.array, indices: mx.array):
         self.module, self.layer, self.x, self.indices = module, layer, x, indices
+        self.observer = layer.observer
         names = PROJECTIONS[layer.kind]
         self.linears = [Linear(module[name], f"{layer.name}.{name}") for name in names]
         self.fused = (
@@ -133,6 +154,11 @@ class Call:
         self.dtype = promote(x.dtype, *[a.dtype for linear in self.linears for a in linear.arrays])
 
     def run(self, scores: mx.array | None = None) -> mx.array:
+        if self.observer is not None:
+            observer, self.observer = self.observer, None
+            observer(self.module, self.layer, self.x, self.indices, scores)
+        if scores is not None and not self.fused:
+            return (self.run() * scores).sum(axis=-2)
         arrays = [self.x] if scores is None else [self.x, scores]
         for linear in self.linears:
             arrays += linear.arrays
