@@ -31,3 +31,19 @@ class CorruptFile(MoEError, ValueError):
 
 class IdentityMismatch(MoEError, ValueError):
     """A calibration, plan or artifact was made from another model."""
+
+
+class CorruptArtifact(CorruptFile):
+    """A compiled artifact is missing, cut short, changed or not finished."""
+
+
+class MissingDependency(MoEError, ImportError):
+    """A package that this needs is not installed, or not to be had for this Python."""
+
+
+class DiskFull(MoEError, OSError):
+    """There is not enough space left on the disk."""
+
+
+class HubError(MoEError, OSError):
+    """The Hugging Face hub refused, or could not be reached."""
