@@ -230,4 +230,5 @@ NB_MODULE(_core, m) {
   bind_matrix(m);
   bind_experts(m);
   bind_routing(m);
+  bind_dispatch(m);
 }

@@ -51,5 +51,6 @@ struct HeldMatrix {
 
 void bind_matrix(nb::module_& m);
 void bind_routing(nb::module_& m);
+void bind_dispatch(nb::module_& m);
 
 }  // namespace mlx_moe

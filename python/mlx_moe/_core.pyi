@@ -1,6 +1,6 @@
 """Types of the C++ core (docstrings: csrc/bindings*.cpp); tests/test_stub.py compares the two."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -38,6 +38,31 @@ class Matrix:
     def group_size(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+
+Tensor = tuple[int, int | None] | None
+
+class Submitted:
+    def wait(self) -> list[str]: ...
+
+class StaticExecutor:
+    def submit(self, tiles: Sequence[tuple[int, Buffer, Buffer]]) -> Submitted: ...
+    @property
+    def counts(self) -> dict[str, int]: ...
+
+class HostExecutor(StaticExecutor):
+    def __init__(self, *, dispatch_seconds: float = 0.0, in_flight: int = 4) -> None: ...
+    def load(
+        self,
+        blob: str,
+        width: int,
+        inner: int,
+        activation: str,
+        capacities: Sequence[int],
+        experts: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]],
+        parameters: Mapping[str, float] = ...,
+    ) -> int: ...
+    @property
+    def decoded_bytes(self) -> int: ...
 
 def isa() -> str: ...
 def isas() -> list[str]: ...

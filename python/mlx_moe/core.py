@@ -11,6 +11,10 @@ if sys.platform == "darwin":
     from .host_view import matrix_of_host_views, takes_host_views
 
     globals().update(
-        {name: takes_host_views(getattr(_core, name)) for name in __all__ if name != "Matrix"},
+        {
+            name: takes_host_views(function)
+            for name in __all__
+            if not isinstance(function := getattr(_core, name), type)
+        },
         Matrix=matrix_of_host_views(_core.Matrix),
     )
