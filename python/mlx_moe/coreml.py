@@ -1,0 +1,160 @@
+"""Experts as a Core ML package: one function per capacity, all sharing one copy of the weights.
+
+Writing works where coremltools does, on Linux too; running a package takes macOS 15
+(specification 9, the first whose functions share weights).
+"""
+
+import gc
+import importlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from .activations import Activation
+from .errors import InvalidArgument, MissingDependency
+from .experts_weights import ExpertWeights
+from .mil_program import StoredExpert, program
+
+Weights = Literal["fp16", "int8"]
+WEIGHTS = ("fp16", "int8")
+LARGEST_PACKAGE = 200_000_000  # bytes; larger ones have failed to load on the Neural Engine
+CAPACITY_STEP = 32
+ALIGNMENT, METADATA = 64, 64  # bytes per entry of a blob file
+
+
+def function_name(capacity: int) -> str:
+    """The function of a package whose experts take `capacity` tokens each."""
+    return f"c{capacity}"
+
+
+def coremltools() -> Any:
+    """The coremltools module, quiet about what it lacks off macOS.
+
+    Raises:
+        MissingDependency: it is not installed.
+    """
+    os.environ.setdefault("TQDM_DISABLE", "1")  # its bars, one for every function's passes
+    for name in ("coremltools", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        return importlib.import_module("coremltools")
+    except ImportError as error:
+        raise MissingDependency(
+            f"compiling needs coremltools 9 or newer ({error}); install it with an older Python "
+            "if it has no release for yours (as for 3.14): the artifacts run with any"
+        ) from error
+
+
+def write_package(
+    path: Path,
+    experts: Sequence[ExpertWeights],
+    activation: Activation,
+    capacities: Sequence[int],
+    weights: Weights = "fp16",
+) -> list[StoredExpert]:
+    """Write `path`, a new .mlpackage, with a function for each capacity.
+
+    Function c{C} takes x [1, hidden, 1, G*C] f16, columns [g*C, (g+1)*C] for expert g, and
+    returns y of that shape, the experts' outputs (partial sums, where the inner features are a
+    part of an expert's).
+
+    Args:
+        experts: of equal shapes; float16.
+        capacities: multiples of 32, ascending; the largest is the default function.
+        weights: "int8" rounds each output channel to 255 levels.
+
+    Returns:
+        The weights as they were written.
+
+    Raises:
+        InvalidArgument: the capacities are not as said, or the package would be too large.
+        MissingDependency: no coremltools.
+        OSError: the disk is full.
+    """
+    check_capacities(capacities, path.name)
+    check_size(sum(expert_bytes(e, weights) for e in experts), path.name)
+    ct = coremltools()
+    stored = [StoredExpert.of(e, weights) for e in experts]
+    with _scratch(path.parent) as scratch:
+        functions = ct.utils.MultiFunctionDescriptor()
+        for capacity in capacities:
+            single = scratch / f"{function_name(capacity)}.mlpackage"
+            _write_function(ct, single, stored, activation, capacity)
+            functions.add_function(str(single), "main", function_name(capacity))
+        functions.default_function_name = function_name(capacities[-1])
+        merged = scratch / "merged.mlpackage"
+        ct.utils.save_multifunction(functions, str(merged))
+        for file in merged.rglob("*.mlmodel"):
+            file.chmod(0o644)  # mkstemp lets nobody else read it
+        merged.rename(path)
+    gc.collect()  # coremltools' programs are cyclic and hold the weights
+    return stored
+
+
+def expert_bytes(expert: Any, weights: Weights) -> int:
+    """What one expert takes in a blob file; `expert` has the attributes of `ExpertWeights`."""
+    total = 0
+    for array in vars(expert).values():
+        if array is None:
+            continue
+        entries = [2 * _size(array)]
+        if len(array.shape) == 2 and weights == "int8":
+            entries = [_size(array), 2 * array.shape[0]]
+        total += sum(METADATA + -(-entry // ALIGNMENT) * ALIGNMENT for entry in entries)
+    return total
+
+
+def check_capacities(capacities: Sequence[int], what: str) -> None:
+    good = all(isinstance(c, int) and c > 0 and c % CAPACITY_STEP == 0 for c in capacities)
+    if not capacities or not good or sorted(set(capacities)) != list(capacities):
+        raise InvalidArgument(
+            f"{what}: capacities {list(capacities)}; expected ascending multiples of "
+            f"{CAPACITY_STEP}"
+        )
+
+
+def check_size(size: int, what: str) -> None:
+    if size > LARGEST_PACKAGE:
+        raise InvalidArgument(
+            f"{what} would be {size / 1e6:.0f} MB; packages over {LARGEST_PACKAGE / 1e6:.0f} MB "
+            "do not load on the Neural Engine: plan fewer experts to a group, or more parts"
+        )
+
+
+def _size(array: Any) -> int:
+    size = 1
+    for n in array.shape:
+        size *= int(n)
+    return size
+
+
+def _write_function(
+    ct: Any, path: Path, stored: list[StoredExpert], activation: Activation, capacity: int
+) -> None:
+    model = ct.convert(
+        program(stored, activation, capacity),
+        convert_to="mlprogram",
+        minimum_deployment_target=ct.target.iOS18,
+        compute_precision=ct.precision.FLOAT16,
+        pass_pipeline=ct.PassPipeline.EMPTY,  # nothing is to be folded, fused or renamed
+        skip_model_load=True,
+    )
+    model.save(str(path))
+    shutil.rmtree(model.package_path, ignore_errors=True)  # else it stays until we end
+
+
+@contextmanager
+def _scratch(parent: Path) -> Iterator[Path]:
+    """A directory beside the package for all that coremltools writes; gone afterwards."""
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix=".scratch-", dir=parent) as name:
+        tempfile.tempdir = name
+        try:
+            yield Path(name)
+        finally:
+            tempfile.tempdir = before
