@@ -1,0 +1,283 @@
+"""The file that calibration writes and planning reads: routing statistics of one model."""
+
+import json
+import os
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import CorruptFile, InvalidArgument
+from .identity import ModelIdentity, check_same
+from .layer_facts import LayerFacts, SharedFacts, WeightFacts
+
+__all__ = ["Calibration", "LayerFacts", "LayerStatistics", "SharedFacts", "Source", "WeightFacts"]
+
+FORMAT, VERSION = "mlx_moe.calibration", 1
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+ARRAYS = ("loads", "coactivation", "score_quantiles", "norm_quantiles")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What was read: a file, how many tokens of it ran, and SHA-256 (hex) of the bytes read."""
+
+    path: str
+    tokens: int
+    sha256: str
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStatistics:
+    """What was counted of one layer of E experts. Assignments of weight zero do not count.
+
+    Attributes:
+        loads: uint32 [chunks, E], assignments of each expert in each prefill chunk.
+        coactivation: uint64 [E, E], tokens that went to both; on the diagonal, its assignments.
+        score_quantiles: f32 [E, Q], of the magnitude of the router's weights as they multiply the
+            outputs; NaN where an expert had no tokens or the family keeps its scores to itself.
+        norm_quantiles: f32 [E, Q], of the L2 norm of the input rows; NaN without tokens.
+    """
+
+    loads: NDArray[np.uint32]
+    coactivation: NDArray[np.uint64]
+    score_quantiles: NDArray[np.float32]
+    norm_quantiles: NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """Routing statistics of one model over a calibration text.
+
+    Attributes:
+        identity: the model.
+        chunk: the most tokens in a prefill chunk.
+        chunk_tokens: tokens in each chunk; shorter at the end of a document.
+        layers: facts of each expert layer, in the model's order.
+        statistics: of each layer, in the same order.
+        sources: what was read.
+        quantiles: the probabilities (Q of them) that the quantiles are taken at.
+    """
+
+    identity: ModelIdentity
+    chunk: int
+    chunk_tokens: list[int]
+    layers: list[LayerFacts]
+    statistics: list[LayerStatistics]
+    sources: list[Source] = field(default_factory=list)
+    quantiles: tuple[float, ...] = QUANTILES
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.chunk_tokens)
+
+    def index(self, name: str) -> int:
+        """The place of a layer by its dotted path; InvalidArgument if there is none."""
+        names = [layer.name for layer in self.layers]
+        if name not in names:
+            raise InvalidArgument(f"the calibration has no layer {name!r}, only {', '.join(names)}")
+        return names.index(name)
+
+    def loads(self, layer: int) -> NDArray[np.uint32]:
+        """[chunks, E]: assignments of each expert in each chunk."""
+        return self.statistics[layer].loads
+
+    def coactivation(self, layer: int) -> NDArray[np.uint64]:
+        """[E, E]: tokens that went to both experts."""
+        return self.statistics[layer].coactivation
+
+    def score_quantiles(self, layer: int) -> NDArray[np.float32]:
+        """[E, Q]: of the router's weights; NaN where unknown."""
+        return self.statistics[layer].score_quantiles
+
+    def norm_quantiles(self, layer: int) -> NDArray[np.float32]:
+        """[E, Q]: of the norms of input rows; NaN without tokens."""
+        return self.statistics[layer].norm_quantiles
+
+    def popularity(self, layer: int) -> NDArray[np.float64]:
+        """[E]: each expert's share of the layer's assignments; zeros if it had none."""
+        totals = self.loads(layer).sum(axis=0, dtype=np.float64)
+        return np.asarray(totals / max(totals.sum(), 1.0))
+
+    def check_model(self, found: ModelIdentity, what: str = "the calibration") -> None:
+        """Raise IdentityMismatch unless `found` is the model that was calibrated."""
+        check_same(self.identity, found, what)
+
+    def save(self, path: str | Path) -> None:
+        """Write the file whole or not at all. Equal calibrations make equal files."""
+        meta = {
+            "format": FORMAT,
+            "version": VERSION,
+            "identity": self.identity.to_json(),
+            "chunk": self.chunk,
+            "chunk_tokens": self.chunk_tokens,
+            "layers": [layer.to_json() for layer in self.layers],
+            "sources": [asdict(source) for source in self.sources],
+            "quantiles": list(self.quantiles),
+        }
+        arrays = {
+            f"{name}.{i}": getattr(statistics, name)
+            for i, statistics in enumerate(self.statistics)
+            for name in ARRAYS
+        }
+        write_npz(path, meta, arrays)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Calibration":
+        """Read a file that `save` wrote.
+
+        Raises:
+            InvalidArgument: there is no such file.
+            CorruptFile: it is no calibration, of an unknown version, cut short, or its numbers
+                cannot be those of one; says which.
+        """
+        meta, arrays = read_npz(path, FORMAT, VERSION)
+        try:
+            calibration = _from_parts(meta, arrays)
+        except CorruptFile as error:
+            raise CorruptFile(f"{path}: {error}; calibrate again") from None
+        return calibration
+
+
+def write_npz(path: str | Path, meta: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
+    """Write `meta` as JSON and the arrays, in place of `path` only once all is written."""
+    path = Path(path)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with scratch.open("wb") as file:
+            np.savez_compressed(file, meta=np.array(json.dumps(meta)), **arrays)
+        scratch.replace(path)
+    except OSError as error:
+        raise InvalidArgument(f"cannot write {path}: {error}") from error
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def read_npz(path: str | Path, form: str, version: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`meta` and the arrays of a file that `write_npz` wrote; CorruptFile if it is none."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        meta = json.loads(str(arrays.pop("meta")))
+    except FileNotFoundError as error:
+        raise InvalidArgument(f"there is no file {path}") from error
+    except _UNREADABLE as error:
+        raise CorruptFile(f"{path} is not a {form} file, or is cut short: {error}") from error
+    if not isinstance(meta, dict) or meta.get("format") != form:
+        raise CorruptFile(f"{path} is not a {form} file")
+    if meta.get("version") != version:
+        raise CorruptFile(
+            f"{path} is version {meta.get('version')!r} of {form}; this mlx_moe reads {version}"
+        )
+    return meta, arrays
+
+
+# What numpy and zipfile raise for files that are none of theirs, or damaged.
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    MemoryError,
+    NotImplementedError,
+    RuntimeError,
+    OverflowError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
+def _from_parts(meta: dict[str, Any], arrays: dict[str, Any]) -> Calibration:
+    chunk, chunk_tokens = meta.get("chunk"), meta.get("chunk_tokens")
+    if not _is_count(chunk) or not chunk:
+        raise CorruptFile(f"chunk is {chunk!r}, not a positive number")
+    if not isinstance(chunk_tokens, list) or not chunk_tokens:
+        raise CorruptFile("chunk_tokens is not a list of at least one number")
+    if not all(_is_count(tokens) and 0 < tokens <= chunk for tokens in chunk_tokens):
+        raise CorruptFile(f"chunk_tokens has numbers that are not between 1 and {chunk}")
+    quantiles = meta.get("quantiles")
+    if not _are_probabilities(quantiles):
+        raise CorruptFile(f"quantiles are {quantiles!r}, not ascending numbers between 0 and 1")
+    assert isinstance(quantiles, list)
+    if not isinstance(meta.get("layers"), list) or not meta["layers"]:
+        raise CorruptFile("layers is not a list of at least one layer")
+    layers = [LayerFacts.from_json(facts, f"layer {i}") for i, facts in enumerate(meta["layers"])]
+    expected = {f"{name}.{i}" for name in ARRAYS for i in range(len(layers))}
+    if arrays.keys() != expected:
+        raise CorruptFile(f"arrays are missing or too many: {sorted(arrays.keys() ^ expected)}")
+    statistics = []
+    for i, layer in enumerate(layers):
+        own = LayerStatistics(**{name: arrays[f"{name}.{i}"] for name in ARRAYS})
+        _check(own, layer, chunk_tokens, len(quantiles))
+        statistics.append(own)
+    return Calibration(
+        ModelIdentity.from_json(meta.get("identity")),
+        chunk,
+        chunk_tokens,
+        layers,
+        statistics,
+        sources_from_json(meta.get("sources")),
+        tuple(quantiles),
+    )
+
+
+def sources_from_json(value: Any) -> list[Source]:
+    keys = {"path", "tokens", "sha256"}
+    if not isinstance(value, list):
+        raise CorruptFile("sources is not a list")
+    for source in value:
+        if not isinstance(source, dict) or not keys <= source.keys():
+            raise CorruptFile(f"a source is {source!r}; expected {sorted(keys)}")
+        if not isinstance(source["path"], str) or not _is_count(source["tokens"]):
+            raise CorruptFile(f"a source is {source!r}; expected text and a number")
+    return [
+        Source(**{key: source[key] for key in ("path", "tokens", "sha256")}) for source in value
+    ]
+
+
+def _check(
+    statistics: LayerStatistics, layer: LayerFacts, chunk_tokens: Sequence[int], q: int
+) -> None:
+    """Raise CorruptFile where the numbers contradict the facts or each other."""
+    experts = layer.experts
+    for name, shape, dtype in (
+        ("loads", (len(chunk_tokens), experts), np.uint32),
+        ("coactivation", (experts, experts), np.uint64),
+        ("score_quantiles", (experts, q), np.float32),
+        ("norm_quantiles", (experts, q), np.float32),
+    ):
+        array = getattr(statistics, name)
+        if array.shape != shape or array.dtype != dtype:
+            raise CorruptFile(
+                f"{name} of {layer.name} is {array.dtype} {list(array.shape)}; "
+                f"expected {np.dtype(dtype)} {list(shape)}"
+            )
+    loads, together = statistics.loads, statistics.coactivation
+    if np.any(loads.sum(1, dtype=np.uint64) > np.array(chunk_tokens, np.uint64) * layer.top_k):
+        raise CorruptFile(f"loads of {layer.name} are more than {layer.top_k} for each token")
+    if np.any(together != together.T) or np.any(together.diagonal() != loads.sum(0)):
+        raise CorruptFile(f"coactivation of {layer.name} does not go with its loads")
+    for name in ("score_quantiles", "norm_quantiles"):
+        array = getattr(statistics, name)
+        if np.any(array < 0) or np.any(np.diff(array, axis=1) < 0):
+            raise CorruptFile(f"{name} of {layer.name} are negative or do not ascend")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _are_probabilities(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) > 0
+        and all(isinstance(p, float) and 0 <= p <= 1 for p in value)
+        and all(a < b for a, b in zip(value, value[1:], strict=False))
+    )
