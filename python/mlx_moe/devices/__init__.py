@@ -1,0 +1,178 @@
+"""What a device can do, in numbers that each name their source: one JSON file per chip."""
+
+import json
+import os
+import platform
+import subprocess
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..errors import CorruptFile, InvalidArgument
+
+FOLDER = Path(__file__).parent
+EXECUTORS = ("static", "cpu")
+AUTO = "auto"
+
+# What each number is; the executor decides which a profile must have.
+COLD = {
+    "cold_flops": "FLOP/s",  # of the cold path's grouped quantised products
+    "cold_bandwidth": "B/s",  # at which the cold path reads weights
+    "cold_seconds": "s",  # that the cold path takes to start, once a layer
+    "memory_bytes": "B",
+}
+STATIC = {
+    "static_flops": "FLOP/s",  # fp16 peak of the static executor
+    "static_efficiency": "share of static_flops",
+    "static_bandwidth": "B/s",  # at which it streams weights
+    "dispatch_seconds": "s",  # of one program
+    "sync_seconds": "s",  # of the one wait of a layer
+    "on_chip_bytes": "B",
+    "package_bytes": "B",  # the largest package
+}
+CPU = {"packed_speedup": "times"}  # of a prepacked expert over one read in place
+NUMBERS = {"static": COLD | STATIC, "cpu": COLD | CPU}
+
+
+@dataclass(frozen=True)
+class Number:
+    """A value with where it comes from; `measured` means by this project, on this device."""
+
+    value: float
+    unit: str
+    source: str
+    measured: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "value": self.value,
+            "unit": self.unit,
+            "source": self.source,
+            "measured": self.measured,
+        }
+
+
+@dataclass(frozen=True)
+class Device:
+    """A profile; `device["static_flops"]` is a number's value."""
+
+    name: str
+    executor: str
+    description: str
+    numbers: dict[str, Number]
+
+    def __getitem__(self, number: str) -> float:
+        return self.numbers[number].value
+
+    @property
+    def measured(self) -> bool:
+        """Whether every number was measured."""
+        return all(number.measured for number in self.numbers.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        numbers = {name: number.as_dict() for name, number in self.numbers.items()}
+        return {
+            "name": self.name,
+            "executor": self.executor,
+            "description": self.description,
+            "numbers": numbers,
+        }
+
+    @staticmethod
+    def from_dict(data: Any, where: str) -> "Device":
+        """Check a profile; `where` names it in errors (`CorruptFile`)."""
+        if not isinstance(data, dict):
+            raise CorruptFile(f"{where}: expected an object, found {type(data).__name__}")
+        if data.get("executor") not in EXECUTORS:
+            raise CorruptFile(
+                f"{where}: executor is {data.get('executor')!r}, expected one of {EXECUTORS}"
+            )
+        for key in ("name", "description"):
+            if not isinstance(data.get(key), str):
+                raise CorruptFile(f"{where}: {key} is {data.get(key)!r}, expected a text")
+        expected = NUMBERS[data["executor"]]
+        found = data.get("numbers")
+        if not isinstance(found, dict) or set(found) != set(expected):
+            names = sorted(found) if isinstance(found, dict) else found
+            raise CorruptFile(f"{where}: numbers are {names}, expected {sorted(expected)}")
+        numbers = {
+            name: _number(found[name], unit, f"{where}: {name}") for name, unit in expected.items()
+        }
+        return Device(data["name"], data["executor"], data["description"], numbers)
+
+
+def _number(data: Any, unit: str, where: str) -> Number:
+    if not isinstance(data, dict) or set(data) != {"value", "unit", "source", "measured"}:
+        raise CorruptFile(f"{where}: found {data!r}, expected value, unit, source and measured")
+    value = data["value"]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+        raise CorruptFile(f"{where}: value is {value!r}, expected a number above 0")
+    if data["unit"] != unit:
+        raise CorruptFile(f"{where}: unit is {data['unit']!r}, expected {unit!r}")
+    if not isinstance(data["source"], str) or not isinstance(data["measured"], bool):
+        raise CorruptFile(f"{where}: source must be a text and measured true or false")
+    return Number(value, unit, data["source"], data["measured"])
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """The built-in profiles."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
+
+
+def load_device(device: "str | Path | Device" = AUTO) -> Device:
+    """A built-in profile by name, one from a JSON file, or `auto`: that of this machine.
+
+    Raises:
+        InvalidArgument: no such profile; the message lists those there are.
+        CorruptFile: the file is no profile.
+    """
+    if isinstance(device, Device):
+        return device
+    name = this_device() if device == AUTO else str(device)
+    if name in names():
+        return _with_own_memory(_read(FOLDER / f"{name}.json"))
+    if Path(name).is_file():
+        return _read(Path(name))
+    raise InvalidArgument(
+        f"no device {name!r}: expected {AUTO}, a profile's JSON file or one of {', '.join(names())}"
+    )
+
+
+def this_device() -> str:
+    """The profile of the chip that this runs on; `cpu` where there is none."""
+    if platform.system() != "Darwin" or platform.machine() != "arm64":
+        return "cpu"
+    try:
+        brand = subprocess.run(
+            ["sysctl", "-n", "machdep.cpu.brand_string"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return "cpu"
+    name = brand.strip().lower().removeprefix("apple ").replace(" ", "-")  # "Apple M2 Max"
+    return name if name in names() else "cpu"
+
+
+def _read(path: Path) -> Device:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CorruptFile(f"{path}: not a device profile: {error}") from error
+    return Device.from_dict(data, str(path))
+
+
+def _with_own_memory(device: Device) -> Device:
+    """Where the profile is of this very machine, the memory that it really has."""
+    if device.name != this_device():
+        return device
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return device
+    number = Number(memory, "B", "this machine", measured=True)
+    return replace(device, numbers={**device.numbers, "memory_bytes": number})

@@ -1,0 +1,154 @@
+"""What must hold in a plan that others may have changed."""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .errors import CorruptFile
+from .tiers import STEP
+
+if TYPE_CHECKING:
+    from .plan import Group, LayerPlan, Plan
+
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+
+
+class Fields:
+    """Takes checked fields from a JSON object; errors name the path."""
+
+    def __init__(self, value: Any, where: str, names: set[str]):
+        self.value, self.prefix = value, f"{where}." if where else ""
+        if not isinstance(value, dict):
+            raise CorruptFile(f"{where}: expected an object, found {type(value).__name__}")
+        if value.keys() != names:
+            missing, unknown = sorted(names - value.keys()), sorted(value.keys() - names)
+            found = f"{missing} missing" if missing else f"unknown {unknown}"
+            raise CorruptFile(f"{where or 'plan'}: {found}")
+
+    def __call__(self, key: str) -> Any:
+        return self.value[key]
+
+    def _wrong(self, key: str, expected: str) -> CorruptFile:
+        return CorruptFile(f"{self.prefix}{key}: expected {expected}, found {self(key)!r:.99}")
+
+    def text(self, key: str) -> str:
+        value = self(key)
+        if not isinstance(value, str) or not value:
+            raise self._wrong(key, "a text")
+        return value
+
+    def one_of(self, key: str, known: Sequence[str]) -> str:
+        value = self.text(key)
+        if value not in known:
+            raise self._wrong(key, " or ".join(map(repr, known)))
+        return value
+
+    def count(self, key: str, least: int = 0) -> int:
+        value = self(key)
+        if not is_count(value) or value < least:
+            raise self._wrong(key, f"a whole number, at least {least}")
+        return int(value)
+
+    def number(self, key: str) -> float:
+        value = self(key)
+        real = isinstance(value, int | float) and not isinstance(value, bool)
+        if not real or not math.isfinite(value) or value < 0:
+            raise self._wrong(key, "a number, not negative")
+        return float(value)
+
+    def items(self, key: str) -> list[Any]:
+        value = self(key)
+        if not isinstance(value, list):
+            raise self._wrong(key, "a list")
+        return value
+
+    def counts(self, key: str, length: int | None = None) -> tuple[int, ...]:
+        value = self.items(key)
+        if not all(map(is_count, value)) or (length is not None and len(value) != length):
+            raise self._wrong(key, f"{'' if length is None else f'{length} '}whole numbers")
+        return tuple(value)
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
+
+
+def check_plan(plan: "Plan") -> None:
+    """What holds across layers."""
+    for what, names in (
+        ("name", [layer.name for layer in plan.layers]),
+        ("group id", [group.id for _, group in plan.groups()]),
+    ):
+        if twice := repeated(names):
+            raise CorruptFile(f"layers: {what} {twice[0]!r} twice")
+    for i, layer in enumerate(plan.layers):
+        if plan.executor == "cpu" and layer.all_groups:
+            raise CorruptFile(f"layers[{i}].groups: executor cpu has no static programs")
+        if plan.executor == "static" and layer.packed:
+            raise CorruptFile(f"layers[{i}].packed: executor static prepacks nothing")
+
+
+def check_layer(layer: "LayerPlan", where: str) -> None:
+    """What holds within a layer."""
+    tiers, experts = layer.tiers, layer.facts.experts
+    if any(t % STEP or t == 0 for t in tiers) or any(a >= b for a, b in zip(tiers, tiers[1:])):  # noqa: B905
+        raise CorruptFile(f"{where}.tiers: expected ascending multiples of {STEP}, found {tiers}")
+    if repeated(layer.packed) or any(expert >= experts for expert in layer.packed):
+        raise CorruptFile(f"{where}.packed: an expert twice, or not one of {experts}")
+    check_groups(layer.groups, experts, layer.facts.inner, where)
+    for i, group in enumerate(layer.groups):
+        if group.tier not in tiers:
+            raise CorruptFile(f"{where}.groups[{i}].tier: {group.tier} is not one of {tiers}")
+    if layer.shared is not None:
+        check_groups(layer.shared.groups, 1, layer.shared.inner, f"{where}.shared")
+    active = bool(layer.all_groups or layer.packed)
+    if active != (layer.static_from is not None):
+        raise CorruptFile(
+            f"{where}.static_from: {layer.static_from} with "
+            f"{'some' if active else 'no'} hot experts"
+        )
+    if not active and layer.reason is None:
+        raise CorruptFile(f"{where}.reason: nothing is hot, and no reason given")
+
+
+def check_groups(groups: Sequence["Group"], experts: int, inner: int, where: str) -> None:
+    """Every expert is in one tier, and its inner features in one program each."""
+    splits: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
+    parts: dict[tuple[int, ...], set[int]] = defaultdict(set)
+    tiers: dict[tuple[int, ...], set[int]] = defaultdict(set)
+    for i, group in enumerate(groups):
+        at = f"{where}.groups[{i}]"
+        if not FILE_NAME.fullmatch(group.id):
+            raise CorruptFile(f"{at}.id: {group.id!r} cannot be a file's name")
+        if not group.experts or repeated(group.experts) or max(group.experts) >= experts:
+            raise CorruptFile(
+                f"{at}.experts: {group.experts} has one twice, none, or one not of {experts}"
+            )
+        if group.tier % STEP:
+            raise CorruptFile(f"{at}.tier: {group.tier} is not a multiple of {STEP}")
+        if not 0 <= group.split[0] < group.split[1] <= inner:
+            raise CorruptFile(f"{at}.split: {group.split} is not a range in {inner}")
+        splits[group.experts].append(group.split)
+        parts[group.experts].add(group.parts)
+        tiers[group.experts].add(group.tier)
+    if twice := repeated([expert for members in splits for expert in members]):
+        raise CorruptFile(f"{where}.groups: expert {twice[0]} in two groups of other experts")
+    for members, ranges in splits.items():
+        ends = [0, *(end for _, end in sorted(ranges))]
+        if [start for start, _ in sorted(ranges)] != ends[:-1] or ends[-1] != inner:
+            raise CorruptFile(
+                f"{where}.groups: the splits {sorted(ranges)} of experts {members} do not cover "
+                f"[0, {inner}] once"
+            )
+        if parts[members] != {len(ranges)} or len(tiers[members]) > 1:
+            raise CorruptFile(
+                f"{where}.groups: {len(ranges)} programs of experts {members} have parts "
+                f"{sorted(parts[members])} and tiers {sorted(tiers[members])}"
+            )
+
+
+def repeated(values: Iterable[Any]) -> list[Any]:
+    seen: set[Any] = set()
+    return [value for value in values if value in seen or seen.add(value)]  # type: ignore[func-returns-value]
