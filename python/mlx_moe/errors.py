@@ -47,3 +47,7 @@ class DiskFull(MoEError, OSError):
 
 class HubError(MoEError, OSError):
     """The Hugging Face hub refused, or could not be reached."""
+
+
+class BadData(MoEError, ValueError):
+    """A text that was given as data cannot be read; the message has its file and line."""
