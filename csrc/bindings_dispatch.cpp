@@ -129,6 +129,14 @@ class HostDispatcher : public Dispatcher {
 }  // namespace
 
 void bind_dispatch(nb::module_& m) {
+  m.def(
+      "addresses",
+      [](const std::vector<Array>& arrays) {
+        std::vector<uintptr_t> found;
+        for (const Array& a : arrays) found.push_back(reinterpret_cast<uintptr_t>(a.data()));
+        return found;
+      },
+      "arrays"_a, "Where the values of each array are in memory.");
   nb::class_<Submitted>(m, "Submitted", "Tiles that an executor was handed; keeps them alive.")
       .def("wait", &Submitted::wait,
            "Wait for all of them. A text for each: '' if its out is written and finite,\n"

@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 from mlx_moe import _core
 
 STUB = ast.parse(Path(_core.__file__).with_name("_core.pyi").read_text())
@@ -12,7 +14,8 @@ STUB = ast.parse(Path(_core.__file__).with_name("_core.pyi").read_text())
 def signature_of(function: object) -> str:
     """A compiled function's signature as nanobind keeps it, made into Python that parses."""
     text = function.__nb_signature__[0][0]  # type: ignore[attr-defined]
-    text = re.sub(r"\[[^]]*\]", "", text)  # ndarray[device='cpu']
+    while "[" in text:
+        text = re.sub(r"\[[^][]*\]", "", text)  # Sequence[ndarray[device='cpu']]
     return re.sub(r"\\\d+", "None", text)  # \0: the n-th default value
 
 
@@ -37,8 +40,15 @@ def test_functions_have_the_compiled_names_and_parameters() -> None:
     assert stubbed == {name: compiled(value) for name, value in functions.items()}
 
 
-def test_matrix_has_the_compiled_members() -> None:
-    (matrix,) = (d for d in STUB.body if isinstance(d, ast.ClassDef) and d.name == "Matrix")
-    stubbed = {d.name: parameters(d) for d in matrix.body if isinstance(d, ast.FunctionDef)}
-    assert stubbed.pop("__init__") == compiled(_core.Matrix.__init__)
-    assert set(stubbed) == {name for name in dir(_core.Matrix) if not name.startswith("_")}
+CLASSES = [d for d in STUB.body if isinstance(d, ast.ClassDef) and d.name != "Buffer"]
+
+
+@pytest.mark.parametrize("stub", CLASSES, ids=lambda stub: stub.name)
+def test_classes_have_the_compiled_members(stub: ast.ClassDef) -> None:
+    cls = getattr(_core, stub.name)
+    stubbed = {d.name: parameters(d) for d in stub.body if isinstance(d, ast.FunctionDef)}
+    members = {n: v for n, v in vars(cls).items() if not n.startswith("_") or n in stubbed}
+    assert set(stubbed) == set(members)
+    for name, member in members.items():
+        if not isinstance(member, property):
+            assert stubbed[name] == compiled(member), name

@@ -21,7 +21,7 @@ struct ProgramShape {
 
 // One dispatch: half-precision x and y [groups, capacity, width], row-contiguous, the caller's
 // until the dispatch is done. An executor transposes where its backend wants another order.
-struct Tile {
+struct Dispatch {
   size_t groups, capacity, width;
   const uint16_t* x;
   uint16_t* y;
@@ -41,7 +41,7 @@ class StaticExecutor {
   // Begins the dispatches of tiles of one program and one capacity, which fit its shape, and calls
   // `done` exactly once, from any thread, when every y is written or something went wrong. May
   // return before that. Does not throw.
-  virtual void start(size_t program, std::span<const Tile> tiles, Done done) = 0;
+  virtual void start(size_t program, std::span<const Dispatch> tiles, Done done) = 0;
 };
 
 }  // namespace mlx_moe

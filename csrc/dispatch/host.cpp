@@ -127,11 +127,11 @@ const ProgramShape* HostExecutor::shape(size_t program) const {
   return loaded ? &loaded->shape : nullptr;
 }
 
-void HostExecutor::start(size_t program, std::span<const Tile> tiles, Done done) {
+void HostExecutor::start(size_t program, std::span<const Dispatch> tiles, Done done) {
   Status status;
   try {
     const Loaded& p = *find(program);
-    for (const Tile& t : tiles) {
+    for (const Dispatch& t : tiles) {
       if (dispatch_.count() > 0) std::this_thread::sleep_for(dispatch_);
       for (size_t g = 0; g < t.groups; ++g) {
         const size_t at = g * t.capacity * t.width;

@@ -50,7 +50,7 @@ class HostExecutor : public StaticExecutor {
   size_t load(const HostProgram& program);
 
   const ProgramShape* shape(size_t program) const override;
-  void start(size_t program, std::span<const Tile> tiles, Done done) override;
+  void start(size_t program, std::span<const Dispatch> tiles, Done done) override;
 
   // Bytes that were decoded into memory of our own (int8 weights, in half precision).
   size_t decoded_bytes() const;

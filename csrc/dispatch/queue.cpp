@@ -14,7 +14,7 @@ namespace mlx_moe {
 
 namespace {
 
-bool all_finite(const Tile& tile) {
+bool all_finite(const Dispatch& tile) {
   const size_t n = tile.groups * tile.capacity * tile.width;
   uint16_t bad = 0;  // without branches, so that compilers turn it into vector code
   for (size_t i = 0; i < n; ++i) bad |= uint16_t((tile.y[i] & 0x7c00) == 0x7c00);
@@ -25,7 +25,7 @@ void check(const StaticExecutor& executor, const Request& r) {
   const ProgramShape* shape = executor.shape(r.program);
   require(shape, "there is no program ", r.program);
   const auto& fits = shape->capacities;
-  const Tile& t = r.tile;
+  const Dispatch& t = r.tile;
   if (t.groups == shape->groups && t.width == shape->width &&
       std::find(fits.begin(), fits.end(), t.capacity) != fits.end())
     return;
@@ -119,7 +119,7 @@ void Queue::run(State& s) {
     if (s.waiting.empty()) return;
 
     auto batch = std::make_shared<std::vector<Item>>();
-    std::vector<Tile> tiles;
+    std::vector<Dispatch> tiles;
     const Request first = s.waiting.front().request;
     for (auto it = s.waiting.begin();
          it != s.waiting.end() && s.running + tiles.size() < in_flight_;) {

@@ -15,7 +15,7 @@ namespace mlx_moe {
 
 struct Request {
   size_t program;
-  Tile tile;
+  Dispatch tile;
 };
 
 // How one dispatch ended. `finite` is false where y holds an infinity or a NaN.

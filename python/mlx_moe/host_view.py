@@ -25,7 +25,9 @@ class HostView:
 
 
 def host_view(argument: Any) -> Any:
-    """A `HostView` of an array on Metal; anything else as it is."""
+    """A `HostView` of an array on Metal, also in a list; anything else as it is."""
+    if isinstance(argument, list):
+        return [host_view(item) for item in argument]
     device = getattr(type(argument), "__dlpack_device__", None)
     return HostView(argument) if device and device(argument)[0] == METAL else argument
 

@@ -11,6 +11,8 @@ from . import core
 from .custom import CannotEvaluate, eager, evaluate, filled, token_rows
 from .deferred import Deferred
 from .errors import InvalidArgument
+from .static import Ints
+from .static_path import StaticPath
 from .stats import DETAILS, Counters
 from .weights import FLOATS, PLAIN_KEYS, Linear, UnknownFormat, promote, shallow_copy
 
@@ -33,6 +35,8 @@ class Layer:
         swiglus: classes of activation that compute silu(gate) * up.
         observer: is called once per forward, before it, with (module, layer, x [..., K], indices
             [..., k], scores [..., k, 1] or None where they do not reach us), not evaluated.
+        static: runs forwards of many tokens on a static executor.
+        packed: experts that a plan wants kept in the kernels' own layout.
     """
 
     name: str
@@ -43,6 +47,8 @@ class Layer:
     swiglus: frozenset[type] = frozenset({SwiGLU})
     top_k: int | None = field(default=None, compare=False)
     observer: "Observer | None" = field(default=None, compare=False)
+    static: StaticPath | None = field(default=None, compare=False)
+    packed: tuple[int, ...] = ()
 
 
 Observer = Callable[[Any, Layer, mx.array, mx.array, mx.array | None], None]
@@ -68,20 +74,22 @@ _classes: dict[type, type] = {}
 
 def forward(module: Any, layer: Layer, x: mx.array, indices: mx.array) -> Any:
     """Outputs [..., k, D] of the experts `indices` [..., k] for `x` [..., K], as stock's."""
-    layer.counters.called(x.size // x.shape[-1] if x.size else 0)
+    tokens = x.size // x.shape[-1] if x.size else 0
+    layer.counters.called(tokens)
     layer.top_k = indices.shape[-1]
     if reason := _stock_reason(module, layer, x, indices):
         layer.counters.fell_back(reason, DETAILS[reason])
         if layer.observer is not None:
             layer.observer(module, layer, x, indices, None)
         return type(module)._moe_base.__call__(module, x, indices)
-    if layer.observer is None and _is_small(module, layer, indices.size):
+    static = layer.static if layer.static is not None and layer.static.takes(tokens) else None
+    watched = layer.observer is not None or static is not None
+    if not watched and _is_small(module, layer, indices.size):
         layer.counters.left_small()
         return type(module)._moe_base.__call__(module, x, indices)
-    call = Call(module, layer, x, indices)
-    # An observer wants the scores also where they are not fused.
-    fused = call.fused or layer.observer is not None
-    return Deferred(call) if layer.deferred and fused else call.run()
+    call = Call(module, layer, x, indices, static)
+    # An observer and pruning want the scores also where they are not fused.
+    return Deferred(call) if layer.deferred and (call.fused or watched) else call.run()
 
 
 def _stock_reason(module: Any, layer: Layer, x: mx.array, indices: mx.array) -> str | None:
@@ -136,12 +144,20 @@ class Call:
         "module",
         "observer",
         "shape",
+        "static",
         "x",
     )
 
-    def __init__(self, module: Any, layer: Layer, x: mx.array, indices: mx.array):
+    def __init__(
+        self,
+        module: Any,
+        layer: Layer,
+        x: mx.array,
+        indices: mx.array,
+        static: StaticPath | None = None,
+    ):
         self.module, self.layer, self.x, self.indices = module, layer, x, indices
-        self.observer = layer.observer
+        self.observer, self.static = layer.observer, static
         names = PROJECTIONS[layer.kind]
         self.linears = [Linear(module[name], f"{layer.name}.{name}") for name in names]
         self.fused = (
@@ -157,7 +173,7 @@ class Call:
         if self.observer is not None:
             observer, self.observer = self.observer, None
             observer(self.module, self.layer, self.x, self.indices, scores)
-        if scores is not None and not self.fused:
+        if scores is not None and not self.fused and self.static is None:
             return (self.run() * scores).sum(axis=-2)
         arrays = [self.x] if scores is None else [self.x, scores]
         for linear in self.linears:
@@ -211,32 +227,82 @@ class Call:
             ids = ids.astype(mx.int32)
         weights = [a for group in groups for a in group]
         weights += [a for linear in self.linears for a in linear.fixed.values()]
-        if not self.fused:
+        if self.fused and x.dtype != self.dtype:
+            x = x.astype(self.dtype)
+        if self.static is not None or not self.fused:
             x = token_rows(x, x.shape[-1])
             ids = token_rows(ids, ids.shape[-1])
-            evaluate(x, ids, *weights)
-            return self._chain(x, ids, self._matrices(groups))
-        if x.dtype != self.dtype:
-            x = x.astype(self.dtype)
         evaluate(x, ids, *weights, *([] if scores is None else [scores]))
-        gate, up, down = self._matrices(groups)
-
-        if scores is None:
-            result = filled(self.shape, self.dtype, core.swiglu, x, ids, gate, up, down)
-        else:
-            shape = (*self.shape[:-2], self.shape[-1])
-            dtype = promote(self.dtype, scores.dtype)
-            result = filled(shape, dtype, core.swiglu_combine, x, ids, scores, gate, up, down)
-        self.layer.counters.ran(1)
-        return result
+        matrices = self._matrices(groups)
+        if self.static is not None and self.static.current(weights):
+            return self._static(self.static, x, ids, scores, matrices)
+        if self.fused:
+            return self._swiglu(x, ids, scores, matrices)
+        y = self._chain(x, ids, self.indices.shape, matrices)
+        return y if scores is None else (y * scores).sum(axis=-2)
 
     def _matrices(self, groups: list[Sequence[mx.array]]) -> list[core.Matrix]:
         return [linear.matrix(arrays) for linear, arrays in zip(self.linears, groups, strict=True)]
 
-    def _chain(self, x: mx.array, ids: mx.array, matrices: list[core.Matrix]) -> mx.array:
-        """Any activation: grouped projections with MLX's own arithmetic between them."""
+    def _swiglu(
+        self, x: mx.array, ids: mx.array, scores: mx.array | None, matrices: list[core.Matrix]
+    ) -> mx.array:
+        """All three projections in one call, and the weighted sum."""
+        if scores is None:
+            result = filled(self.shape, self.dtype, core.swiglu, x, ids, *matrices)
+        else:
+            shape, dtype = self._sum_of(scores)
+            result = filled(shape, dtype, core.swiglu_combine, x, ids, scores, *matrices)
+        self.layer.counters.ran(1)
+        return result
+
+    def _sum_of(self, scores: mx.array) -> tuple[tuple[int, ...], mx.Dtype]:
+        """Shape and dtype of the weighted sum."""
+        return (*self.shape[:-2], self.shape[-1]), promote(self.dtype, scores.dtype)
+
+    def _static(
+        self,
+        static: StaticPath,
+        x: mx.array,
+        ids: mx.array,
+        scores: mx.array | None,
+        matrices: list[core.Matrix],
+    ) -> mx.array:
+        """Hot assignments on the static executor, the others on the kernels meanwhile."""
+        flat = ids.reshape(-1)
+
+        def cold(assignments: Ints) -> mx.array:
+            chosen = mx.array(assignments)
+            return self._rows(x[chosen // ids.shape[-1]], flat[chosen][:, None], matrices)
+
+        weights = None
+        if scores is not None:
+            weights = token_rows(scores.astype(mx.float32), ids.shape[-1])
+            evaluate(weights)
+        y = static.run(x, ids, weights, cold, self.shape[-1])
+        shape, dtype = (self.shape, self.dtype) if scores is None else self._sum_of(scores)
+        return y.reshape(shape).astype(dtype)
+
+    def _rows(self, x: mx.array, ids: mx.array, matrices: list[core.Matrix]) -> mx.array:
+        """Outputs [n, D] of one expert each, ids [n, 1], for rows x [n, K]."""
+        evaluate(x, ids)
+        shape = (*ids.shape, self.shape[-1])
+        if self.fused:
+            y = filled(shape, self.dtype, core.swiglu, x, ids, *matrices)
+            self.layer.counters.ran(1)
+        else:
+            y = self._chain(x, ids, ids.shape, matrices)
+            evaluate(y)
+        return y.reshape(-1, self.shape[-1])
+
+    def _chain(
+        self, x: mx.array, ids: mx.array, shape: tuple[int, ...], matrices: list[core.Matrix]
+    ) -> mx.array:
+        """Any activation: grouped projections with MLX's own arithmetic between them.
+
+        x [T, K], ids [T, k]; outputs [..., k, D] for ids of `shape` [..., k].
+        """
         tokens, k = ids.shape
-        lead = self.indices.shape
 
         def grouped(rows: mx.array, linear: Linear, matrix: core.Matrix) -> mx.array:
             dtype = linear.out_dtype(rows.dtype)
@@ -244,10 +310,10 @@ class Call:
             evaluate(rows)
             out = filled((tokens, k, linear.rows), dtype, core.grouped, rows, ids, matrix)
             self.layer.counters.ran(1)
-            return out.reshape(*lead, 1, linear.rows)
+            return out.reshape(*shape, 1, linear.rows)
 
         inner = [grouped(x, *pair) for pair in zip(self.linears[:-1], matrices, strict=False)]
         inner = inner[::-1]  # activations take (up, gate)
         hidden = self.module.activation(*inner)
         hidden = mx.contiguous(hidden.reshape(tokens, k, -1))
-        return grouped(hidden, self.linears[-1], matrices[-1]).reshape(self.shape)
+        return grouped(hidden, self.linears[-1], matrices[-1]).reshape(*shape, self.shape[-1])

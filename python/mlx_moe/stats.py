@@ -2,6 +2,9 @@
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 # Why stock code ran.
@@ -15,6 +18,7 @@ DETAILS = {
     "tracing": "called while mx.compile or mx.vmap traces",
     "format": "weight format unknown to the kernels",
 }
+STAGES = ("bucket", "pack", "submit", "cold", "wait", "combine")
 
 logger = logging.getLogger("mlx_moe")
 
@@ -28,6 +32,7 @@ class Counters:
         kernel_calls: C++ calls made.
         small: forwards left to stock code because they are too small to gain from a kernel.
         fallbacks: forwards that stock code ran, by reason.
+        static: what the static path did, None without a plan.
     """
 
     def __init__(self, name: str, logged: set[str]):
@@ -37,6 +42,7 @@ class Counters:
         self._lock = threading.Lock()
         self.calls = self.tokens = self.kernel_calls = self.small = 0
         self.fallbacks: dict[str, int] = {}
+        self.static: StaticCounters | None = None
 
     def called(self, tokens: int) -> None:
         with self._lock:
@@ -61,13 +67,77 @@ class Counters:
 
     def as_dict(self) -> dict[str, Any]:
         with self._lock:
-            return {
+            counts: dict[str, Any] = {
                 "calls": self.calls,
                 "tokens": self.tokens,
                 "kernel_calls": self.kernel_calls,
                 "small": self.small,
                 "fallbacks": dict(self.fallbacks),
             }
+        if self.static is not None:
+            counts["static"] = self.static.as_dict()
+        return counts
+
+    def with_static(self) -> "StaticCounters":
+        """Counters of a static path, under these."""
+        self.static = StaticCounters(self.name, self._logged)
+        return self.static
 
     def __deepcopy__(self, memo: dict) -> "Counters":
         return Counters(self.name, set())
+
+
+class StaticCounters:
+    """Counts of one layer's static path; safe to use from several threads.
+
+    Attributes:
+        forwards: that took the static path.
+        hot: assignments in tiles. cold: of experts that are not resident. spilled: of hot
+            experts, computed cold. pruned: of hot experts, left out.
+        padding: empty slots of tiles.
+        dispatches: tiles, by the parts of their programs. waits: for all tiles of a forward.
+        extra_tiles: beyond the first of a group.
+        recomputed_tiles: not finite in float16. failed_tiles: the executor failed.
+        stale: forwards whose weights are no longer those that were compiled.
+        without_scores: forwards that should prune by scores and did not see any.
+        seconds: by stage, each of STAGES.
+    """
+
+    COUNTS = (
+        *("forwards", "hot", "cold", "spilled", "pruned", "padding", "dispatches", "waits"),
+        *("extra_tiles", "recomputed_tiles", "failed_tiles", "stale", "without_scores"),
+    )
+
+    def __init__(self, name: str, logged: set[str]):
+        self.name = name
+        self._logged = logged
+        self._lock = threading.Lock()
+        self.counts = dict.fromkeys(self.COUNTS, 0)
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+
+    def add(self, **counts: int) -> None:
+        with self._lock:
+            for key, count in counts.items():
+                self.counts[key] += count
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Add the time inside to a stage."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.seconds[stage] += perf_counter() - start
+
+    def log_once(self, cause: str, text: str) -> None:
+        """Warn, once for all layers of a model."""
+        with self._lock:
+            first = cause not in self._logged
+            self._logged.add(cause)
+        if first:
+            logger.warning("%s: %s", self.name, text)
+
+    def as_dict(self) -> dict[str, Any]:
+        with self._lock:
+            return {**self.counts, "seconds": dict(self.seconds)}
