@@ -156,7 +156,12 @@ def _observed(module: Any, kind: str, name: str) -> tuple[Array, list[Array]]:
     *inner, last = PROJECTIONS[kind]
     for projection, values in zip(inner, inputs, strict=True):
         twin[projection] = lambda *_, values=values, **__: mx.array(values)[None]
-    twin[last] = lambda x, *_, **__: hidden.append(x) or mx.zeros((1, 1, 1))
+
+    def catch(x: mx.array, *_: Any, **__: Any) -> mx.array:
+        hidden.append(x)
+        return mx.zeros((1, 1, 1))
+
+    twin[last] = catch
     sample = mx.zeros((1, 1))
     arguments = [sample, mx.zeros((1, 1), mx.uint32)] if _is_switch(module, kind) else [sample]
     try:

@@ -7,13 +7,14 @@ Writing works where coremltools does, on Linux too; running a package takes macO
 import gc
 import importlib
 import logging
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from .activations import Activation
 from .errors import InvalidArgument, MissingDependency
@@ -21,7 +22,7 @@ from .experts_weights import ExpertWeights
 from .mil_program import StoredExpert, program
 
 Weights = Literal["fp16", "int8"]
-WEIGHTS = ("fp16", "int8")
+WEIGHTS = get_args(Weights)
 LARGEST_PACKAGE = 200_000_000  # bytes; larger ones have failed to load on the Neural Engine
 CAPACITY_STEP = 32
 ALIGNMENT, METADATA = 64, 64  # bytes per entry of a blob file
@@ -77,7 +78,7 @@ def write_package(
         OSError: the disk is full.
     """
     check_capacities(capacities, path.name)
-    check_size(sum(expert_bytes(e, weights) for e in experts), path.name)
+    check_size(sum(expert_bytes(e.shapes(), weights) for e in experts), path.name)
     ct = coremltools()
     stored = [StoredExpert.of(e, weights) for e in experts]
     with _scratch(path.parent) as scratch:
@@ -96,15 +97,14 @@ def write_package(
     return stored
 
 
-def expert_bytes(expert: Any, weights: Weights) -> int:
-    """What one expert takes in a blob file; `expert` has the attributes of `ExpertWeights`."""
+def expert_bytes(shapes: Mapping[str, tuple[int, ...] | None], weights: Weights) -> int:
+    """What one expert, of `ExpertWeights.shapes`, takes in a blob file."""
     total = 0
-    for array in vars(expert).values():
-        if array is None:
-            continue
-        entries = [2 * _size(array)]
-        if len(array.shape) == 2 and weights == "int8":
-            entries = [_size(array), 2 * array.shape[0]]
+    for shape in filter(None, shapes.values()):
+        size = math.prod(shape)
+        entries = [2 * size]
+        if len(shape) == 2 and weights == "int8":
+            entries = [size, 2 * shape[0]]
         total += sum(METADATA + -(-entry // ALIGNMENT) * ALIGNMENT for entry in entries)
     return total
 
@@ -124,13 +124,6 @@ def check_size(size: int, what: str) -> None:
             f"{what} would be {size / 1e6:.0f} MB; packages over {LARGEST_PACKAGE / 1e6:.0f} MB "
             "do not load on the Neural Engine: plan fewer experts to a group, or more parts"
         )
-
-
-def _size(array: Any) -> int:
-    size = 1
-    for n in array.shape:
-        size *= int(n)
-    return size
 
 
 def _write_function(

@@ -35,9 +35,9 @@ class ExpertWeights:
     up_bias: np.ndarray | None = None
     down_bias: np.ndarray | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return sum(a.nbytes for a in self.arrays().values())
+    def shapes(self) -> dict[str, tuple[int, ...] | None]:
+        """Of every attribute; None for what there is not."""
+        return {k: None if array is None else array.shape for k, array in vars(self).items()}
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What there is, by attribute name."""

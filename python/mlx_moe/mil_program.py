@@ -92,14 +92,14 @@ def program(experts: Sequence[StoredExpert], activation: Activation, capacity: i
 
     shape = (1, experts[0].hidden, 1, count * capacity)
 
-    @mb.program(input_specs=[mb.TensorSpec(shape, dtype=half)], opset_version=target)
     def function(x: Any) -> Any:
         if count == 1:
             return expert(0, x)
         tiles = mb.split(x=x, num_splits=count, axis=3)
         return mb.concat(values=[expert(g, t) for g, t in enumerate(tiles)], axis=3, name=OUTPUT)
 
-    return function
+    spec = mb.TensorSpec(shape, dtype=half)
+    return mb.program(input_specs=[spec], opset_version=target)(function)
 
 
 def _sigmoid_unit(mb: Any, x: Any, alpha: float) -> Any:

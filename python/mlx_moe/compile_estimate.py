@@ -1,0 +1,140 @@
+"""What compiling will take: space from the plan, time from small packages written here and now."""
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .activations import Activation
+from .compile_directory import writing
+from .compile_tasks import Task, WeightSource
+from .compile_worker import Worker, stage_weights
+from .experts_weights import ExpertWeights
+
+# (experts, functions, hidden = inner): the smallest, one of much text, one of many bytes.
+PROBES = ((1, 1, 32), (8, 2, 32), (1, 1, 1024))
+COPIES = 2  # of a package beside those of each function: merged, and its weights as read
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What compiling takes.
+
+    Attributes:
+        packages, missing: in all, and those that are still to be written.
+        bytes: of all finished packages.
+        largest: bytes of the largest package.
+        space: bytes that must be free, for what is missing and while it is written.
+        free: bytes that are.
+        seconds: for what is missing.
+    """
+
+    packages: int
+    missing: int
+    bytes: int
+    largest: int
+    space: int
+    free: int
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def estimate_tasks(
+    tasks: list[Task], missing: list[Task], source: WeightSource, root: Path, workers: int
+) -> Estimate:
+    """The estimate for `tasks`, of which `missing` are still to be written."""
+    return Estimate(
+        packages=len(tasks),
+        missing=len(missing),
+        bytes=sum(task.bytes for task in tasks),
+        largest=max(task.bytes for task in tasks),
+        space=space_needed(missing, workers),
+        free=shutil.disk_usage(root).free,
+        seconds=estimate_seconds(missing, source, root, workers),
+    )
+
+
+def space_needed(tasks: list[Task], workers: int) -> int:
+    """Bytes for the packages of `tasks`, and for what workers write on the way."""
+    if not tasks:
+        return 0
+    workers = min(workers, len(tasks))
+    each = max(task.bytes * (len(task.capacities) + COPIES) for task in tasks)
+    staged = max(task.raw_bytes for task in tasks)
+    return sum(task.bytes for task in tasks) + workers * each + (workers + 1) * staged
+
+
+def estimate_seconds(
+    tasks: list[Task], source: WeightSource, directory: Path, workers: int
+) -> float:
+    """Seconds for the packages of `tasks`, from a measurement of a few seconds."""
+    if not tasks:
+        return 0.0
+    start, fixed, text, byte = _writing_costs(directory, tasks[0].weights)
+    layer, value = _reading_costs(tasks[0], source)
+    read = layer * len({task.layer for task in tasks})
+    read += value * sum(task.raw_bytes for task in tasks)
+    write = sum(
+        fixed + len(task.capacities) * (text * len(task.experts) + byte * task.raw_bytes)
+        for task in tasks
+    )
+    workers = min(workers, len(tasks), os.cpu_count() or 1)
+    return start + max(read, write / workers) + min(read, write / workers) / len(tasks)
+
+
+def _writing_costs(directory: Path, weights: str) -> tuple[float, float, float, float]:
+    """Seconds to start a worker, for a package, for an expert and a byte in each function."""
+    worker = Worker()
+    try:
+        with writing(directory), tempfile.TemporaryDirectory(dir=directory) as scratch:
+            times = []
+            for number, probe in enumerate((PROBES[0], *PROBES)):
+                stage = Path(scratch, str(number))
+                stage.mkdir()
+                times.append(_timed(partial(_write, worker, stage, weights, *probe)))
+    finally:
+        worker.close()
+    first, small, many, large = times
+    text = max(many - small, 0.0) / (8 * 2 - 1)
+    byte = max(large - small, 0.0) / (3 * 2 * (1024**2 - 32**2))
+    return first - small, max(small - text, 0.0), text, byte
+
+
+def _write(worker: Worker, stage: Path, weights: str, count: int, functions: int, d: int) -> None:
+    matrix = np.random.default_rng(0).standard_normal((d, d)).astype(np.float16)
+    stage_weights(stage, [ExpertWeights(matrix, matrix + 1, matrix + 2) for _ in range(count)])
+    worker.request(
+        {
+            "id": "estimate",
+            "directory": str(stage),
+            "experts": list(range(count)),
+            "activation": asdict(Activation("swiglu")),
+            "capacities": [32 * (i + 1) for i in range(functions)],
+            "weights": weights,
+        }
+    )
+
+
+def _reading_costs(task: Task, source: WeightSource) -> tuple[float, float]:
+    """Seconds to read a layer, and to dequantise a byte of an expert."""
+
+    def first() -> None:
+        next(source.experts(task))
+
+    before, again = _timed(first), _timed(first)
+    return max(before - again, 0.0), again * len(task.experts) / task.raw_bytes
+
+
+def _timed(run: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start

@@ -1,0 +1,236 @@
+"""A process that writes packages: `python -m mlx_moe.compile_worker`, and its client.
+
+Requests and replies are lines of JSON on its standard input and output. It ends when its input
+does, so that nothing outlives a killed parent, and it publishes nothing itself.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import errors
+from .activations import Activation
+from .coreml import function_name, write_package
+from .durable import file_sha256, sync_directory
+from .errors import CorruptArtifact, DiskFull, MoEError
+from .experts_weights import ExpertWeights
+from .mil_program import Stored, StoredExpert, operation_name
+from .package import Blob, Package, convolution_blobs
+from .package_entry import ExpertTensors, File, Tensor
+
+STAGED = "weights.npz"
+PACKAGE = "package.mlpackage"
+
+
+def stage_weights(directory: Path, experts: list[ExpertWeights]) -> None:
+    """Write what a worker is to read."""
+    arrays = {f"{g}.{key}": a for g, e in enumerate(experts) for key, a in e.arrays().items()}
+    np.savez(directory / STAGED, **arrays)  # type: ignore[arg-type]
+
+
+def staged_weights(directory: Path) -> list[ExpertWeights]:
+    """Read it and remove it."""
+    found: dict[int, dict[str, np.ndarray]] = {}
+    with np.load(directory / STAGED) as arrays:
+        for name in arrays.files:
+            g, _, key = name.partition(".")
+            found.setdefault(int(g), {})[key] = arrays[name]
+    (directory / STAGED).unlink()
+    return [
+        ExpertWeights(**{"gate": None, **arrays})  # type: ignore[arg-type]
+        for _, arrays in sorted(found.items())
+    ]
+
+
+def build(request: dict[str, Any]) -> dict[str, Any]:
+    """Write the package of a request in its directory; the reply says where its weights are.
+
+    Raises:
+        DiskFull: there was too little space.
+        CorruptArtifact: what was written does not hold the weights, bit for bit.
+        MoEError: the program cannot be written.
+    """
+    directory = Path(request["directory"])
+    path = directory / PACKAGE
+    needed = (directory / STAGED).stat().st_size
+    try:
+        experts = staged_weights(directory)
+        stored = write_package(
+            path,
+            experts,
+            Activation(**request["activation"]),
+            request["capacities"],
+            request["weights"],
+        )
+        tensors, blob = read_back(path, stored, request["experts"], request["capacities"])
+        return {
+            "blob": blob,
+            "tensors": [asdict(t) for t in tensors],
+            "files": {name: asdict(file) for name, file in settle(path).items()},
+        }
+    except Exception as error:
+        free = shutil.disk_usage(directory).free
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if full or free < needed:  # coremltools' own writer does not always say so
+            raise DiskFull(
+                f"the disk is full: {free / 1e6:.0f} MB are free in {directory.parent}, writing "
+                f"group {request['id']!r} takes more; finished packages are kept, so make room "
+                "and compile again"
+            ) from error
+        raise
+
+
+def read_back(
+    path: Path, stored: list[StoredExpert], experts: list[int], capacities: list[int]
+) -> tuple[list[ExpertTensors], str]:
+    """Where each weight is in the saved package, and in which file; every bit is compared.
+
+    Raises CorruptArtifact if a value differs, or if the functions do not share the weights.
+    """
+    package = Package(path)
+    found = [convolution_blobs(package, function_name(c)) for c in capacities]
+    if any(blobs != found[0] for blobs in found):
+        raise CorruptArtifact(f"{path}: the functions do not share their weights")
+    tensors, files = [], set()
+    for g, (expert, expected) in enumerate(zip(experts, stored, strict=True)):
+        places: dict[str, Tensor | None] = {"gate": None}
+        for key, matrix in expected.matrices.items():
+            blobs = found[0][operation_name(g, key, len(stored))]
+            places[key] = _matrix(path, blobs, matrix)
+            files |= {blob.file for blob in blobs.values()}
+            if key in expected.biases:
+                _compare(path, blobs["bias"], expected.biases[key])
+                places[f"{key}_bias"] = _tensor(blobs["bias"])
+        tensors.append(ExpertTensors(expert, **places))  # type: ignore[arg-type]
+    if len(files) != 1:
+        raise CorruptArtifact(f"{path}: weights in {len(files)} files, expected one")
+    return tensors, files.pop()
+
+
+def _matrix(path: Path, blobs: dict[str, Blob], matrix: Stored) -> Tensor:
+    values = blobs["weight" if matrix.scales is None else "data"]
+    _compare(path, values, matrix.values)
+    if matrix.scales is None:
+        return _tensor(values)
+    _compare(path, blobs["scale"], matrix.scales)
+    return _tensor(values, blobs["scale"].offset)
+
+
+def _tensor(blob: Blob, scale_offset: int | None = None) -> Tensor:
+    shape = tuple(n for n in blob.shape[:2])
+    return Tensor(blob.offset, blob.dtype, shape, scale_offset)
+
+
+def _compare(path: Path, blob: Blob, expected: np.ndarray) -> None:
+    found = blob.read(path).reshape(expected.shape)
+    if found.dtype != expected.dtype or found.tobytes() != expected.tobytes():
+        raise CorruptArtifact(
+            f"{path / blob.file} does not hold what was written, at {blob.offset}"
+        )
+
+
+def settle(path: Path) -> dict[str, File]:
+    """Have a package reach the disk; its files by path, sizes and hashes."""
+    files = {}
+    for directory, _, names in os.walk(path):
+        for name in names:
+            file = Path(directory, name)
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+            relative = file.relative_to(path).as_posix()
+            files[relative] = File(file.stat().st_size, file_sha256(file))
+        sync_directory(Path(directory))
+    return dict(sorted(files.items()))
+
+
+class Worker:
+    """A worker process, started at the first request."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._log: Any = None
+
+    def request(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Have one package built; raises what `build` does, or MoEError if the process ended."""
+        if self._process is None:
+            self._start()
+        assert self._process and self._process.stdin and self._process.stdout
+        line = ""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        if not line:
+            raise MoEError(self._ended(request["id"]))
+        reply: dict[str, Any] = json.loads(line)
+        if "error" not in reply:
+            return reply
+        raise getattr(errors, reply["error"], MoEError)(reply["message"])
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for stream in (self._process.stdin, self._process.stdout, self._log):
+                with contextlib.suppress(OSError):
+                    stream.close()  # type: ignore[union-attr]
+            self._process = None
+
+    def _start(self) -> None:
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        root = str(Path(__file__).parent.parent)  # the package as it is imported here
+        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ, "TQDM_DISABLE": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        )
+
+    def _ended(self, group: str) -> str:
+        assert self._process is not None
+        code = self._process.wait()
+        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        self._log.seek(0)
+        last = (self._log.read().strip().splitlines() or ["nothing was logged"])[-1]
+        return (
+            f"a worker ended ({how}) while it wrote group {group!r}: {last}; if memory was short, "
+            "compile with fewer workers: what is finished is kept"
+        )
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which closes us
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no reply
+    for line in sys.stdin:
+        try:
+            reply = build(json.loads(line))
+        except Exception as error:
+            ours = isinstance(error, MoEError)
+            reply = {
+                "error": type(error).__name__ if ours else "MoEError",
+                "message": str(error) if ours else _foreign(json.loads(line)["id"], error),
+            }
+        print(json.dumps(reply), file=replies, flush=True)
+
+
+def _foreign(group: str, error: Exception) -> str:
+    return f"writing group {group!r} failed: {type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""The manifest of an artifacts directory, and checks that what it names is there unchanged."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .durable import digest, file_sha256, write_json
+from .errors import CorruptArtifact, CorruptFile, InvalidArgument
+from .identity import ModelIdentity
+from .json_fields import Reader, count, text
+from .package_entry import ITEM_BYTES, PackageEntry
+
+FORMAT, VERSION = "mlx_moe.artifacts", 1
+NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything in an artifacts directory.
+
+    Attributes:
+        directory: where it is.
+        plan_sha256: `plan_digest` of the plan that was compiled.
+        identity: the model whose weights these are.
+        weights: "fp16" or "int8".
+        packages: one for each group of the plan, in its order.
+    """
+
+    directory: Path
+    plan_sha256: str
+    identity: ModelIdentity
+    weights: str
+    packages: list[PackageEntry] = field(default_factory=list)
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "Manifest":
+        """Read DIR/manifest.json and check it; the packages themselves are `verify`'s.
+
+        Raises:
+            CorruptArtifact: there is none, as while compiling is not finished, or it is not
+                what `save` wrote.
+        """
+        directory = Path(directory)
+        path = directory / NAME
+        try:
+            value = json.loads(path.read_bytes())
+        except OSError as error:
+            raise CorruptArtifact(
+                f"{directory} has no {NAME}, which compiling writes last ({error.strerror}): run "
+                "`mlx_moe compile` with the same arguments to finish it"
+            ) from error
+        except ValueError as error:
+            raise CorruptArtifact(f"{path} is not JSON: {error}; compile again") from error
+        take = Reader(value, str(path))
+        if (take("format", text), take("version", count)) != (FORMAT, VERSION):
+            raise CorruptArtifact(
+                f"{path} is {value['format']!r} version {value['version']}; this mlx_moe reads "
+                f"{FORMAT!r} version {VERSION}: compile again"
+            )
+        try:
+            identity = ModelIdentity.from_json(take("identity", dict), str(path))
+        except CorruptFile as error:
+            raise CorruptArtifact(str(error)) from error
+        weights = take("weights", text)
+        if weights not in ITEM_BYTES:
+            raise CorruptArtifact(f"{path}: weights are {weights!r}; expected fp16 or int8")
+        packages = [PackageEntry.from_json(p, str(path)) for p in take("packages", list)]
+        if len({p.id for p in packages}) < len(packages):
+            raise CorruptArtifact(f"{path}: two packages have the same id; compile again")
+        return cls(directory, take("plan_sha256", text), identity, weights, packages)
+
+    def save(self) -> Path:
+        """Write DIR/manifest.json, whole or not at all."""
+        value = {
+            "format": FORMAT,
+            "version": VERSION,
+            "plan_sha256": self.plan_sha256,
+            "identity": self.identity.to_json(),
+            "weights": self.weights,
+            "packages": [p.to_json() for p in self.packages],
+        }
+        return write_json(self.directory / NAME, value)
+
+    @property
+    def bytes(self) -> int:
+        return sum(p.bytes for p in self.packages)
+
+    def package(self, id: str) -> PackageEntry:
+        """The entry of a group; CorruptArtifact if it was not compiled."""
+        for entry in self.packages:
+            if entry.id == id:
+                return entry
+        raise CorruptArtifact(
+            f"{self.directory} has no package for the plan's group {id!r}; it was compiled from "
+            "another plan: run `mlx_moe compile` with this one"
+        )
+
+    def package_path(self, id: str) -> Path:
+        return self.directory / self.package(id).path
+
+    def verify(self, deep: bool = False) -> None:
+        """Raise CorruptArtifact unless every file is there in its size, and if `deep` its hash."""
+        for entry in self.packages:
+            verify_package(self.directory, entry, deep)
+
+    def check_plan(self, plan: dict[str, Any]) -> None:
+        """Raise InvalidArgument unless this was compiled from `plan` (its JSON)."""
+        if plan_digest(plan) != self.plan_sha256:
+            raise InvalidArgument(
+                f"the artifacts in {self.directory} were compiled from another plan; run "
+                "`mlx_moe compile` with this one, or give the plan they were made from"
+            )
+
+
+def verify_package(directory: Path, entry: PackageEntry, deep: bool) -> None:
+    """Raise CorruptArtifact unless the package's files are as the entry says."""
+    for relative, expected in entry.files.items():
+        path = directory / entry.path / relative
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise CorruptArtifact(
+                f"{path} is missing ({error.strerror}); compile again to make it new"
+            ) from error
+        if size != expected.bytes:
+            raise CorruptArtifact(
+                f"{path} has {size} bytes and should have {expected.bytes}; compile again to make "
+                "it new"
+            )
+        if deep and file_sha256(path) != expected.sha256:
+            raise CorruptArtifact(
+                f"{path} is not what was compiled: its SHA-256 differs; compile again to make it "
+                "new"
+            )
+
+
+def plan_digest(plan: dict[str, Any]) -> str:
+    """SHA-256 (hex) of a plan's JSON, whatever its layout and order."""
+    return digest(plan)
