@@ -9,9 +9,9 @@ not seen. For each NAME are written:
     NAME.choice.jsonl       {"context", "choices", "answer"}: find the true continuation among four
     NAME.text.jsonl         {"text": passage} from the unseen text that no item uses
 
-The first part of the unseen text is cut into stretches of CONTEXT + CONTINUATION tokens, each
-continuation starting a word. The wrong choices are continuations of other items: real text of the
-same kind and of as many tokens. The same input gives the same files, byte for byte.
+The first part of the unseen text is cut into stretches of CONTEXT + CONTINUATION tokens. The wrong
+choices are continuations of other items: real text of the same kind and of as many tokens. The same
+input gives the same files, byte for byte.
 """
 
 from __future__ import annotations
@@ -50,15 +50,12 @@ class Stretches:
     def __init__(self, text: str, tokenizer: Any):
         self.tokenizer = tokenizer
         self.tokens = tokenizer.encode(text)
-        pieces = tokenizer.convert_ids_to_tokens(self.tokens)
-        # Byte-level BPE writes a space as Ġ and a line end as Ċ.
-        self.word_starts = [piece.startswith("Ġ") and len(piece) > 1 for piece in pieces]
         self.end = 0  # of the last pair, in tokens
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         cut = CONTEXT
         while cut + CONTINUATION <= len(self.tokens):
-            pair = self.word_starts[cut] and self._pair(cut)
+            pair = self._pair(cut)
             if pair:
                 self.end = cut + CONTINUATION
                 yield pair
@@ -70,14 +67,18 @@ class Stretches:
         first, last = cut - CONTEXT, cut + CONTINUATION
         context = self.tokenizer.decode(self.tokens[first:cut])
         continuation = self.tokenizer.decode(self.tokens[cut:last])
-        kept = (
-            self.tokenizer.encode(context) == self.tokens[first:cut]
-            and self.tokenizer.encode(context + continuation) == self.tokens[first:last]
-        )
-        return (context, continuation) if kept and continuation.strip() else None
+        kept = self.tokenizer.encode(context + continuation) == self.tokens[first:last]
+        fits = kept and ends_with(self.tokenizer, context, continuation)
+        return (context, continuation) if fits and continuation.strip() else None
 
     def rest(self) -> str:
         return self.tokenizer.decode(self.tokens[self.end :])
+
+
+def ends_with(tokenizer: Any, context: str, continuation: str) -> bool:
+    """Whether both have their numbers of tokens and stay apart when they are read as one text."""
+    head, whole = tokenizer.encode(context), tokenizer.encode(context + continuation)
+    return len(head) == CONTEXT and len(whole) == CONTEXT + CONTINUATION and whole[:CONTEXT] == head
 
 
 def choice_items(
@@ -90,8 +91,7 @@ def choice_items(
         choices = [true]
         while len(choices) < CHOICES:
             other = rng.choice(pairs)[1]
-            length = len(tokenizer.encode(context + other))
-            if other not in choices and length == CONTEXT + CONTINUATION:
+            if other not in choices and ends_with(tokenizer, context, other):
                 choices.append(other)
         rng.shuffle(choices)
         items.append({"context": context, "choices": choices, "answer": choices.index(true)})
