@@ -98,6 +98,8 @@ class StaticLayer:
         groups: with distinct experts; all others are cold.
         experts: in the layer.
         static_from: tokens from which this path is taken; None for never.
+        most: assignments of each expert that may go into tiles, int32 [E]; evaluation lowers
+            it to see what smaller capacities would do.
     """
 
     name: str
@@ -108,8 +110,10 @@ class StaticLayer:
     overflow: Overflow = "spill"
     importance: Importance = "router"
     hot: NDArray[np.bool_] = field(init=False, repr=False)
+    most: Ints = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.most = np.full(self.experts, UNLIMITED, np.int32)
         self.hot = np.zeros(self.experts, bool)
         for group in self.groups:
             outside = group.experts.size == 0 or group.experts.max() >= self.experts
@@ -132,11 +136,11 @@ class StaticLayer:
                 the first are.
         """
         order, offsets = core.bucket(ids, self.experts)
-        loads = np.diff(offsets)
+        loads = np.minimum(np.diff(offsets), self.most)
         chosen = [group.tiles(loads[group.experts]) for group in self.groups]
         limits = np.full(self.experts, UNLIMITED, np.int32)
         for group, tiles in zip(self.groups, chosen, strict=True):
-            limits[group.experts] = sum(tiles)
+            limits[group.experts] = np.minimum(sum(tiles), self.most[group.experts])
         mode: Overflow = "spill" if importance is None else "prune"
         kept, kept_offsets, overflow = core.capacity(order, offsets, limits, importance, mode)
         placed = [
