@@ -129,7 +129,9 @@ def _between(cost: Array, own: Ints) -> Array:
     return between
 
 
-def price_for_overflow(layers: list[tuple[Ints, Array]], target: float, assignments: float) -> float:
+def price_for_overflow(
+    layers: list[tuple[Ints, Array]], target: float, assignments: float
+) -> float:
     """The price at which experts of free capacity leave `target` of all assignments over.
 
     Args:
