@@ -132,6 +132,15 @@ def _smallest(linear: Any) -> int:
     return SMALLEST_QUANTISED if scales.dtype == mx.float32 else SMALLEST_PACKED
 
 
+def weight_arrays(
+    linears: Sequence[Linear], groups: Sequence[Sequence[mx.array]] | None = None
+) -> list[mx.array]:
+    """Every array of the linears; those that gradients reach (or `groups` for them) first."""
+    groups = [linear.arrays for linear in linears] if groups is None else groups
+    arrays = [a for group in groups for a in group]
+    return arrays + [a for linear in linears for a in linear.fixed.values()]
+
+
 class Call:
     """One forward: its inputs and the weights as they are now (see `deferred.Experts`)."""
 
@@ -225,8 +234,7 @@ class Call:
         ids = self.indices
         if ids.dtype not in INDEX_DTYPES:
             ids = ids.astype(mx.int32)
-        weights = [a for group in groups for a in group]
-        weights += [a for linear in self.linears for a in linear.fixed.values()]
+        weights = weight_arrays(self.linears, groups)
         if self.fused and x.dtype != self.dtype:
             x = x.astype(self.dtype)
         if self.static is not None or not self.fused:

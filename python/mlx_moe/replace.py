@@ -1,5 +1,7 @@
 """Find a model's expert layers, swap their forward, and put it back."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -10,11 +12,14 @@ from . import core, probe
 from .errors import InvalidArgument, NoMoELayers, UnsupportedLayer
 from .layers import LINEARS, PROJECTIONS, Layer, replaced_class
 from .replacement import ReplacedLayer, Replacement
+from .static import IMPORTANCES, OVERFLOWS, Importance, Overflow
+from .static_load import open_plan
+from .static_replace import Prepared, prepare
+from .static_shared import shared_class
 from .stats import Counters
 from .weights import describe, own_class
 
-BACKENDS = ("auto", "stock", "cpu")
-OVERFLOWS = ("spill", "prune")
+BACKENDS = ("auto", "stock", "cpu", "host", "coreml")
 
 # Files of mlx_lm.models whose block does `(y * scores[..., None]).sum(axis=-2)` on the output
 # and nothing else: these may be given a `Deferred`.
@@ -61,9 +66,16 @@ DEFERRED_FAMILIES = frozenset(
 
 
 def resolve_backend(backend: str) -> str:
-    """ "cpu" or "stock" for a `backend` argument; "auto" is "cpu" where MLX runs on the CPU."""
-    if backend not in BACKENDS:
-        raise InvalidArgument(f"backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
+    """ "cpu" or "stock" for a `backend` argument; "auto" is "cpu" where MLX runs on the CPU, and
+    "host" is a plan's static half beside "cpu"."""
+    check_choice("backend", backend, BACKENDS)
+    if backend == "coreml":
+        raise InvalidArgument(
+            "backend='coreml' is not part of this version; backend='host' runs a plan's programs "
+            "on the CPU"
+        )
+    if backend == "host":
+        backend = "cpu"
     if backend == "auto":
         backend = "cpu" if mx.default_device().type == mx.DeviceType.cpu else "stock"
     if backend == "cpu":  # read here what the environment says, not inside the first layer
@@ -72,12 +84,20 @@ def resolve_backend(backend: str) -> str:
     return backend
 
 
+def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
+    if value not in known:
+        raise InvalidArgument(f"{name} is {value!r}; expected one of {', '.join(known)}")
+
+
 def replace_moe_layers(
     model: nn.Module,
     plan: Any = None,
     *,
+    artifacts: str | Path | None = None,
     backend: str = "auto",
-    overflow: str = "spill",
+    overflow: Overflow = "spill",
+    importance: Importance = "router",
+    checkpoint: str | Path | None = None,
     strict: bool = True,
 ) -> Replacement:
     """Run the expert layers of `model` through the C++ kernels.
@@ -89,26 +109,37 @@ def replace_moe_layers(
 
     Args:
         model: any MLX module; changed in place.
-        plan: static executors are not part of this version; must be None.
-        backend: "cpu" (the kernels), "stock" (list the layers, run mlx-lm's own code), or
-            "auto": "cpu" where MLX's default device is the CPU, else "stock".
-        overflow: what a plan does with assignments beyond capacity, "spill" or "prune".
+        plan: which experts run where, a `Plan` or the path of one; None for all on one path.
+        artifacts: the directory in which the plan's programs were compiled.
+        backend: "cpu" (the kernels), "stock" (list the layers, run mlx-lm's own code), "host"
+            (a plan's hot experts in half precision on the static shapes of its programs, also
+            computed by the CPU; the others on the kernels), or "auto": "cpu" where MLX's default
+            device is the CPU, else "stock". "auto" and "cpu" leave a plan's programs alone, and
+            the `Replacement` says so.
+        overflow: what a plan does with assignments beyond capacity: "spill" computes them on
+            the kernels, exactly; "prune" leaves the least important out, as NPUMoE does.
+        importance: what pruning goes by, "router" (scores) or "norm" (of the token's input).
+        checkpoint: the model's directory, to compare its files with the plan's too.
         strict: if False, layers that cannot be replaced stay stock and are listed so.
 
     Returns:
         The `Replacement`.
 
     Raises:
-        InvalidArgument: an argument is not one of the above, or the CPU kernels cannot run as
-            MLX_MOE_ISA or MLX_MOE_NUM_THREADS says.
+        InvalidArgument: an argument is not one of the above, the CPU kernels cannot run as
+            MLX_MOE_ISA or MLX_MOE_NUM_THREADS says, or the plan's layers are not the model's.
+        IdentityMismatch: the plan is another model's.
+        CorruptFile: the plan or its artifacts are not what was written.
         NoMoELayers: the model has no expert layers; nothing was changed.
-        UnsupportedLayer: a layer cannot be replaced and `strict`; nothing was changed.
+        UnsupportedLayer: a layer cannot be replaced and `strict`, or `importance` cannot be
+            known in this family.
+
+    Whatever is raised, nothing was changed.
     """
-    if overflow not in OVERFLOWS:
-        raise InvalidArgument(f"overflow is {overflow!r}; expected one of {', '.join(OVERFLOWS)}")
-    if plan is not None:
-        raise InvalidArgument("plans are not supported in this version; leave plan=None")
+    check_choice("overflow", overflow, OVERFLOWS)
+    check_choice("importance", importance, IMPORTANCES)
     target = resolve_backend(backend)
+    _check_plan_arguments(plan, artifacts, backend)
     logged: set[str] = set()
     found = [
         (module, _examine(module, name, parent, target, strict, logged))
@@ -119,15 +150,44 @@ def replace_moe_layers(
             f"{type(model).__module__}.{type(model).__name__} has no expert layers "
             "(no SwitchGLU, SwitchMLP or module of that shape); nothing was replaced"
         )
+    prepared = None
+    if plan is not None:
+        host = backend == "host"
+        opened = open_plan(model, plan, artifacts, host, overflow, importance, checkpoint)
+        prepared = prepare(opened, found, named_modules(model), logged)
+    return _replace(model, found, prepared)
+
+
+def _check_plan_arguments(plan: Any, artifacts: Any, backend: str) -> None:
+    if plan is None and artifacts is not None:
+        raise InvalidArgument("artifacts go with the plan that they were compiled from: give both")
+    if plan is None and backend == "host":
+        raise InvalidArgument("backend='host' runs a plan's programs: give plan and artifacts")
+    if plan is not None and backend == "stock":
+        raise InvalidArgument("backend='stock' uses no plan: leave plan=None")
+
+
+def _replace(
+    model: nn.Module, found: list[tuple[Any, ReplacedLayer]], prepared: Prepared | None
+) -> Replacement:
+    """Change the modules; nothing here fails."""
+    shared = prepared.shared if prepared else []
     for module, row in found:
         swap(module, row, replaced_class, "_moe_layer")
-    return Replacement([row for _, row in found], model, restore_moe_layers)
+    for module, row in shared:
+        swap(module, row, shared_class, "_moe_shared")
+    rows = [row for _, row in found + shared]
+    if prepared is not None:
+        prepared.attach(rows)
+    note = prepared.opened.note if prepared else None
+    return Replacement(rows, model, restore_moe_layers, note)
 
 
 def restore_moe_layers(model: nn.Module) -> None:
     """Undo `replace_moe_layers` on every layer of `model`; without any, do nothing."""
     for module in named_modules(model).values():
         unswap(module, "_moe_layer")
+        unswap(module, "_moe_shared")
 
 
 def swap(module: Any, row: ReplacedLayer, make_class: Any, attribute: str) -> None:

@@ -15,12 +15,13 @@ class ReplacedLayer:
 
     Attributes:
         name: dotted path in the model.
-        kind: "experts", "dense" or "attention".
+        kind: "experts", "shared" (experts that every token passes), "dense" or "attention".
         family: the model file (mlx-lm's name for the architecture) of the calling block.
         experts: number of experts, None for a dense layer.
         dtype: of the values ("bfloat16"), or the mode ("mxfp4") of floating-point formats.
         bits: per weight if quantised (the most, where projections differ), else None.
-        backend: "cpu" or "stock".
+        backend: "cpu", "stock", or "host" (a plan's static executor, and "cpu" beside it).
+        residency: what a plan does here, in words; None without one.
     """
 
     name: str
@@ -32,6 +33,7 @@ class ReplacedLayer:
     backend: str
     _layer: Any = field(default=None, repr=False, compare=False)
     _top_k: int | None = field(default=None, repr=False, compare=False)
+    residency: str | None = None
 
     @property
     def top_k(self) -> int | None:
@@ -56,18 +58,21 @@ class Replacement:
 
     Attributes:
         layers: a `ReplacedLayer` for each layer, in the model's order.
+        note: why a plan's static path is not taken, else None.
     """
 
     layers: list[ReplacedLayer]
     _model: Any = field(repr=False, compare=False)
     _restore: Any = field(repr=False, compare=False)
+    note: str | None = None
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Per layer name: calls, tokens, kernel_calls, small, and fallbacks {reason: count}.
 
         tokens are rows of input, the attention product's over all layers. small counts the
         calls left to stock because a kernel gains nothing there; they are no fallbacks. Layers
-        that were left to stock code altogether are not listed.
+        that were left to stock code altogether are not listed. Where a plan's static path is
+        taken, static has `StaticCounters`' counts and seconds by stage.
         """
         return {
             layer.name: layer.counters.as_dict()
@@ -80,4 +85,11 @@ class Replacement:
         self._restore(self._model)
 
     def __str__(self) -> str:
-        return table(("layer", *FACTS), [(layer.name, *layer.facts) for layer in self.layers])
+        header: tuple[str, ...] = ("layer", *FACTS)
+        rows: list[tuple[Any, ...]] = [(layer.name, *layer.facts) for layer in self.layers]
+        if any(layer.residency for layer in self.layers):
+            header += ("plan",)
+            cells = [layer.residency for layer in self.layers]
+            rows = [(*row, cell) for row, cell in zip(rows, cells, strict=True)]
+        text = table(header, rows)
+        return text if self.note is None else f"{text}\n{self.note}"

@@ -1,0 +1,108 @@
+"""Give replaced layers the static half that an opened plan has for them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import UnsupportedLayer
+from .layers import PROJECTIONS, weight_arrays
+from .replacement import ReplacedLayer
+from .static import StaticLayer
+from .static_load import Opened
+from .static_path import StaticPath
+from .static_shared import LINEARS as SHARED_LINEARS
+from .static_shared import PROJECTIONS as SHARED_PROJECTIONS
+from .static_shared import SharedLayer
+from .stats import Counters, StaticCounters
+from .weights import PLAIN_KEYS, Linear, describe, own_class
+
+Found = list[tuple[Any, ReplacedLayer]]  # modules and their rows
+
+
+@dataclass
+class Prepared:
+    """What is put on the layers once nothing can fail any more.
+
+    Attributes:
+        shared: modules of shared experts that are to be swapped, and their rows.
+    """
+
+    opened: Opened
+    paths: dict[str, StaticPath]
+    shared: Found = field(default_factory=list)
+
+    def attach(self, rows: list[ReplacedLayer]) -> None:
+        """Give the swapped layers their static paths and packed experts."""
+        for row in rows:
+            if row._layer is None:
+                continue
+            if row.kind == "experts":
+                row._layer.packed = self.opened.packed(row.name)
+                row.residency = self.opened.residency(row.name)
+            path = self.paths.get(row.name)
+            row._layer.static = path
+            row._layer.counters.static = None if path is None else path.counters
+            if path is not None:
+                row.backend = "host"
+
+
+def prepare(opened: Opened, found: Found, modules: dict[str, Any], logged: set[str]) -> Prepared:
+    """Everything that the plan's layers need; changes nothing.
+
+    Args:
+        found: the expert layers.
+        modules: all modules of the model, by path.
+
+    Raises:
+        UnsupportedLayer: a layer has adapters, or its scores are needed and do not reach us.
+    """
+    prepared = Prepared(opened, {})
+    for module, row in found:
+        static = opened.static.get(row.name)
+        if static is None or row._layer is None:
+            continue
+        check_scores(static, row)
+        plain = row._layer.linears
+        linears = read_linears(module, row.name, PROJECTIONS[row._layer.kind], plain)
+        prepared.paths[row.name] = path_of(static, linears, logged)
+    for planned in opened.plan.layers:
+        shared = planned.shared
+        if shared is None or (static := opened.static.get(shared.name)) is None:
+            continue
+        module = modules[shared.name]
+        linears = read_linears(module, shared.name, SHARED_PROJECTIONS, SHARED_LINEARS)
+        path = prepared.paths[shared.name] = path_of(static, linears, logged)
+        layer = SharedLayer(shared.name, Counters(shared.name, logged), path)
+        dtype, bits = describe(module[SHARED_PROJECTIONS[0]])
+        family = planned.facts.family
+        row = ReplacedLayer(shared.name, "shared", family, None, dtype, bits, "host", layer, 1)
+        prepared.shared.append((module, row))
+    return prepared
+
+
+def path_of(static: StaticLayer, linears: list[Linear], logged: set[str]) -> StaticPath:
+    return StaticPath(static, StaticCounters(static.name, logged), weight_arrays(linears))
+
+
+def check_scores(static: StaticLayer, row: ReplacedLayer) -> None:
+    wanted = static.overflow == "prune" and static.importance == "router"
+    if wanted and not row._layer.deferred:
+        raise UnsupportedLayer(
+            f"{row.name}: overflow='prune' with importance='router' needs the router's scores, "
+            f"and the family {row.family!r} does not hand them to its experts' output; use "
+            "importance='norm', or overflow='spill'"
+        )
+
+
+def read_linears(
+    module: Any, name: str, projections: tuple[str, ...], plain: frozenset[type]
+) -> list[Linear]:
+    """The projections' weights; UnsupportedLayer for any that is no plain linear layer."""
+    for projection in projections:
+        child = module[projection]
+        if own_class(child) not in plain or not child.keys() <= PLAIN_KEYS:
+            raise UnsupportedLayer(
+                f"{name}.{projection} is a {type(child).__name__}, and a plan's programs hold the "
+                "weights of plain linear layers: replace with the plan before adapters are added, "
+                "or without one"
+            )
+    return [Linear(module[p], f"{name}.{p}") for p in projections]
