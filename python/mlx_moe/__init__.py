@@ -8,6 +8,9 @@ from . import core
 from .errors import InvalidArgument, ModelNotFound, MoEError, NoMoELayers, UnsupportedLayer
 
 if TYPE_CHECKING:
+    from .calibrate import calibrate
+    from .calibration import Calibration
+    from .compile import compile_plan
     from .dense import replace_linear_layers, restore_linear_layers
     from .loading import load
     from .replace import replace_moe_layers, restore_moe_layers
@@ -19,6 +22,7 @@ except PackageNotFoundError:  # run from the source tree
     __version__ = "0+unknown"
 
 __all__ = [
+    "Calibration",
     "InvalidArgument",
     "MoEError",
     "ModelNotFound",
@@ -26,6 +30,8 @@ __all__ = [
     "Replacement",
     "UnsupportedLayer",
     "__version__",
+    "calibrate",
+    "compile_plan",
     "core",
     "load",
     "replace_linear_layers",
@@ -36,7 +42,10 @@ __all__ = [
 
 # Imported at first use: mlx-lm brings transformers, which takes over a second.
 _MODULES = {
+    "Calibration": "calibration",
     "Replacement": "replacement",
+    "calibrate": "calibrate",
+    "compile_plan": "compile",
     "load": "loading",
     "replace_linear_layers": "dense",
     "replace_moe_layers": "replace",

@@ -14,16 +14,17 @@ from .compile_directory import CompileDirectory, writing
 from .compile_estimate import Estimate, estimate_tasks, space_needed
 from .compile_tasks import Task, WeightSource, tasks_of
 from .compile_worker import PACKAGE, Worker, stage_weights
-from .coreml import WEIGHTS, coremltools, function_name
-from .errors import CorruptArtifact, CorruptFile, DiskFull, InvalidArgument
-from .manifest import Manifest, plan_digest
+from .coreml import WEIGHTS, Weights, coremltools, function_name
+from .errors import CorruptArtifact, DiskFull, InvalidArgument
+from .manifest import Manifest
 from .mil_program import INPUT, OUTPUT
 from .package_entry import PackageEntry
+from .plan import Plan
 
 
 def compile_plan(
     model_or_path: nn.Module | str | Path,
-    plan: Any,
+    plan: Plan | dict[str, Any] | str | Path,
     out_dir: str | Path,
     *,
     weights: str | None = None,
@@ -65,7 +66,7 @@ def compile_plan(
 
 def estimate_plan(
     model_or_path: nn.Module | str | Path,
-    plan: Any,
+    plan: Plan | dict[str, Any] | str | Path,
     out_dir: str | Path,
     *,
     weights: str | None = None,
@@ -77,16 +78,11 @@ def estimate_plan(
         return compilation.estimate(workers)
 
 
-def plan_json(plan: Any) -> dict[str, Any]:
-    """The JSON of a plan given as a `Plan`, a path or a dict."""
+def read_plan(plan: Plan | dict[str, Any] | str | Path) -> Plan:
+    """A plan given as itself, its file or its JSON."""
     if isinstance(plan, str | Path):
-        from .plan import Plan
-
-        plan = Plan.load(plan)
-    value = plan if isinstance(plan, dict) else plan.to_json()
-    if value.get("format") != "mlx_moe.plan":
-        raise CorruptFile("the plan is no plan of mlx_moe; `mlx_moe plan` makes one")
-    return dict(value)
+        return Plan.load(plan)
+    return Plan.from_json(plan) if isinstance(plan, dict) else plan
 
 
 class Compilation:
@@ -95,15 +91,16 @@ class Compilation:
     def __init__(
         self,
         model: nn.Module | str | Path,
-        plan: Any,
+        plan: Plan | dict[str, Any] | str | Path,
         out_dir: str | Path,
         weights: str | None,
         trust_remote_code: bool,
     ):
-        self.plan = plan_json(plan)
-        self.weights = weights or self.plan.get("weights", "fp16")
-        if self.weights not in WEIGHTS:
-            raise InvalidArgument(f"weights are {self.weights!r}; expected {' or '.join(WEIGHTS)}")
+        self.plan = read_plan(plan)
+        chosen = weights or self.plan.weights
+        if chosen not in WEIGHTS:
+            raise InvalidArgument(f"weights are {chosen!r}; expected {' or '.join(WEIGHTS)}")
+        self.weights: Weights = chosen  # type: ignore[assignment]
         self.tasks = tasks_of(self.plan, self.weights)
         coremltools()  # early: it may be missing
         self.source = WeightSource(model, trust_remote_code)
@@ -178,9 +175,7 @@ class Compilation:
     def _manifest(self) -> Manifest:
         packages = [self.current[task.id] for task in self.tasks]
         identity = self.tasks[0].identity
-        return Manifest(
-            self.directory.root, plan_digest(self.plan), identity, self.weights, packages
-        )
+        return Manifest(self.directory.root, self.plan.sha256, identity, self.weights, packages)
 
     def _check_space(self, missing: list[Task], workers: int) -> None:
         needed, root = space_needed(missing, workers), self.directory.root

@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm.utils
 
 from .activations import Activation, recognise
 from .coreml import Weights, check_capacities, check_size, expert_bytes
@@ -16,6 +17,7 @@ from .errors import InvalidArgument, UnsupportedLayer
 from .experts_weights import ExpertWeights, expert_weights, release
 from .identity import ModelIdentity, check_same, identity_of_files, identity_of_model
 from .loading import missing_model_is_an_error, trust_option
+from .plan import Plan
 
 FORM = 1  # of the programs that we write; another makes every package of before out of date
 SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -101,40 +103,30 @@ class Task:
         }
 
 
-def tasks_of(plan: dict[str, Any], weights: Weights) -> list[Task]:
-    """The packages that the JSON of a plan asks for, in its order.
-
-    A group has a function for each of its layer's tiers up to its own.
+def tasks_of(plan: Plan, weights: Weights) -> list[Task]:
+    """The packages that a plan asks for, in its order.
 
     Raises:
         InvalidArgument: the plan has no groups, or one that cannot be compiled.
     """
-    identity = ModelIdentity.from_json(plan["identity"], "the plan")
     tasks = []
-    for layer in plan["layers"]:
-        parts = [(layer["name"], layer["kind"], layer["inner"], layer["biases"], layer["groups"])]
-        if shared := layer.get("shared"):
-            groups = shared.get("groups", [])
-            parts.append((shared["name"], "glu", shared["inner"], False, groups))
-        for name, kind, width, biases, groups in parts:
-            for group in groups:
-                lower = {t for t in layer["tiers"] if t < group["tier"]}
-                tasks.append(
-                    Task(
-                        id=group["id"],
-                        layer=name,
-                        kind=kind,
-                        experts=tuple(group["experts"]),
-                        split=tuple(group["split"]),
-                        hidden=layer["hidden"],
-                        width=width,
-                        capacities=(*sorted(lower), group["tier"]),
-                        biases=biases,
-                        weights=weights,
-                        identity=identity,
-                    )
-                )
-                tasks[-1].check()
+    for layer, group in plan.groups():
+        facts, shared = layer.facts, None if group in layer.groups else layer.shared
+        task = Task(
+            id=group.id,
+            layer=shared.name if shared else layer.name,
+            kind="glu" if shared else facts.kind,
+            experts=group.experts,
+            split=group.split,
+            hidden=facts.hidden,
+            width=shared.inner if shared else facts.inner,
+            capacities=layer.capacities(group),
+            biases=facts.biases and not shared,
+            weights=weights,
+            identity=plan.identity,
+        )
+        task.check()
+        tasks.append(task)
     if not tasks:
         raise InvalidArgument(
             "the plan has no group to compile: it keeps every layer on the CPU kernels or on "
@@ -159,12 +151,10 @@ class WeightSource:
         if isinstance(model, nn.Module):
             self.model, self.path = model, None
         else:
-            import mlx_lm.utils as stock
-
+            load = mlx_lm.utils.load_model
             with missing_model_is_an_error(model):
-                self.path = Path(stock._download(str(model)))
-                options = trust_option(stock.load_model, trust_remote_code)
-                self.model = stock.load_model(self.path, lazy=True, **options)[0]
+                self.path = Path(mlx_lm.utils._download(str(model)))
+                self.model = load(self.path, lazy=True, **trust_option(load, trust_remote_code))[0]
         self.modules = dict(self.model.named_modules())
 
     def check_identity(self, expected: ModelIdentity) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .durable import digest, file_sha256, write_json
+from .durable import file_sha256, write_json
 from .errors import CorruptArtifact, CorruptFile, InvalidArgument
 from .identity import ModelIdentity
 from .json_fields import Reader, count, text
@@ -21,7 +21,7 @@ class Manifest:
 
     Attributes:
         directory: where it is.
-        plan_sha256: `plan_digest` of the plan that was compiled.
+        plan_sha256: `Plan.sha256` of the plan that was compiled.
         identity: the model whose weights these are.
         weights: "fp16" or "int8".
         packages: one for each group of the plan, in its order.
@@ -104,9 +104,9 @@ class Manifest:
         for entry in self.packages:
             verify_package(self.directory, entry, deep)
 
-    def check_plan(self, plan: dict[str, Any]) -> None:
-        """Raise InvalidArgument unless this was compiled from `plan` (its JSON)."""
-        if plan_digest(plan) != self.plan_sha256:
+    def check_plan(self, plan: Any) -> None:
+        """Raise InvalidArgument unless this was compiled from `plan` (a `Plan`)."""
+        if plan.sha256 != self.plan_sha256:
             raise InvalidArgument(
                 f"the artifacts in {self.directory} were compiled from another plan; run "
                 "`mlx_moe compile` with this one, or give the plan they were made from"
@@ -133,8 +133,3 @@ def verify_package(directory: Path, entry: PackageEntry, deep: bool) -> None:
                 f"{path} is not what was compiled: its SHA-256 differs; compile again to make it "
                 "new"
             )
-
-
-def plan_digest(plan: dict[str, Any]) -> str:
-    """SHA-256 (hex) of a plan's JSON, whatever its layout and order."""
-    return digest(plan)

@@ -10,6 +10,8 @@ COMMANDS = {
     "generate": "generate text, as mlx_lm.generate does",
     "run": "run any stock mlx-lm command with the models it loads replaced",
     "attach": "write a model directory that stock mlx-lm commands run replaced",
+    "calibrate": "count, over a text, which tokens go to which experts",
+    "compile": "write the groups of a plan as Core ML packages",
     "benchmark": "measure prefill and decode, stock against replaced",
 }
 
