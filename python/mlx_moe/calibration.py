@@ -1,5 +1,6 @@
 """The file that calibration writes and planning reads: routing statistics of one model."""
 
+import errno
 import json
 import os
 import zipfile
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import CorruptFile, InvalidArgument
+from .errors import CorruptFile, DiskFull, InvalidArgument
 from .identity import ModelIdentity, check_same
 from .layer_facts import LayerFacts, SharedFacts, WeightFacts
 
@@ -144,16 +145,20 @@ class Calibration:
         return calibration
 
 
-def write_npz(path: str | Path, meta: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
+def write_npz(
+    path: str | Path, meta: dict[str, Any], arrays: dict[str, NDArray[Any]], compress: bool = True
+) -> None:
     """Write `meta` as JSON and the arrays, in place of `path` only once all is written."""
     path = Path(path)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with scratch.open("wb") as file:
-            np.savez_compressed(file, meta=np.array(json.dumps(meta)), **arrays)
+            save: Any = np.savez_compressed if compress else np.savez
+            save(file, meta=np.array(json.dumps(meta)), **arrays)
         scratch.replace(path)
     except OSError as error:
-        raise InvalidArgument(f"cannot write {path}: {error}") from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise (DiskFull if full else InvalidArgument)(f"cannot write {path}: {error}") from error
     finally:
         scratch.unlink(missing_ok=True)
 
