@@ -78,6 +78,10 @@ def open_plan(
     from .identity import identity_of_model
     from .plan import Plan
 
+    if not isinstance(plan, Plan | str | Path):
+        raise InvalidArgument(
+            f"plan is a {type(plan).__name__}; expected a Plan, or the path of a plan.json"
+        )
     loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
     what = "the plan" if isinstance(plan, Plan) else f"the plan {plan}"
     loaded.check_model(identity_of_model(model, files), what)
@@ -135,7 +139,7 @@ def load_programs(
     from .manifest import Manifest
 
     manifest = Manifest.load(directory)
-    manifest.check_plan(plan.to_json())
+    manifest.check_plan(plan)
     manifest.verify()
     executor = core.HostExecutor()
     modules = dict(model.named_modules())
