@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from .calibration import Calibration
     from .compile import compile_plan
     from .dense import replace_linear_layers, restore_linear_layers
+    from .evaluation import Evaluation
+    from .evaluator import evaluate
     from .loading import load
     from .replace import replace_moe_layers, restore_moe_layers
     from .replacement import Replacement
@@ -23,6 +25,7 @@ except PackageNotFoundError:  # run from the source tree
 
 __all__ = [
     "Calibration",
+    "Evaluation",
     "InvalidArgument",
     "MoEError",
     "ModelNotFound",
@@ -33,6 +36,7 @@ __all__ = [
     "calibrate",
     "compile_plan",
     "core",
+    "evaluate",
     "load",
     "replace_linear_layers",
     "replace_moe_layers",
@@ -43,9 +47,11 @@ __all__ = [
 # Imported at first use: mlx-lm brings transformers, which takes over a second.
 _MODULES = {
     "Calibration": "calibration",
+    "Evaluation": "evaluation",
     "Replacement": "replacement",
     "calibrate": "calibrate",
     "compile_plan": "compile",
+    "evaluate": "evaluator",
     "load": "loading",
     "replace_linear_layers": "dense",
     "replace_moe_layers": "replace",

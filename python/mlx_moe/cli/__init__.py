@@ -12,6 +12,7 @@ COMMANDS = {
     "attach": "write a model directory that stock mlx-lm commands run replaced",
     "calibrate": "count, over a text, which tokens go to which experts",
     "compile": "write the groups of a plan as Core ML packages",
+    "evaluate": "compare what a plan's layers say with stock: accuracy, perplexity, divergence",
     "benchmark": "measure prefill and decode, stock against replaced",
 }
 
