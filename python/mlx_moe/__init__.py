@@ -8,8 +8,8 @@ from . import core
 from .errors import InvalidArgument, ModelNotFound, MoEError, NoMoELayers, UnsupportedLayer
 
 if TYPE_CHECKING:
-    from .calibrate import calibrate
     from .calibration import Calibration
+    from .calibration_run import calibrate
     from .compile import compile_plan
     from .dense import replace_linear_layers, restore_linear_layers
     from .evaluation import Evaluation
@@ -49,7 +49,7 @@ _MODULES = {
     "Calibration": "calibration",
     "Evaluation": "evaluation",
     "Replacement": "replacement",
-    "calibrate": "calibrate",
+    "calibrate": "calibration_run",
     "compile_plan": "compile",
     "evaluate": "evaluator",
     "load": "loading",

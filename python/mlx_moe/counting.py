@@ -93,7 +93,7 @@ class LayerCounts:
         self._pending: list[tuple[Array, Array, Array | None]] = []
         self._assignments = 0
 
-    def stage(self, ids: Array, norms: Array, scores: Array | None) -> None:
+    def stage(self, ids: Array, norms: Array, scores: Array | None = None) -> None:
         """One forward: ids [T, k] (E and more do not count), norms [T], scores [T, k]."""
         ids = np.minimum(ids, self.experts).astype(np.int32)
         if scores is None:

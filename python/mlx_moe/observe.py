@@ -48,8 +48,11 @@ def observed(model: nn.Module, observers: dict[str, Observer], backend: str) -> 
             if layer is None:
                 layer = _watch_stock(module, name, parent)
                 stack.callback(unswap, module, _STATE)
-            stack.callback(setattr, layer, "observer", layer.observer)
-            layer.observer = observer
+            # Counted is the model itself: what a plan computes in half precision, or leaves out,
+            # would change what later layers see.
+            for attribute, value in (("observer", observer), ("static", None)):
+                stack.callback(setattr, layer, attribute, getattr(layer, attribute))
+                setattr(layer, attribute, value)
         yield
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import mlx_lm.utils
 import numpy as np
 
-from ..calibrate import CHUNK, DOCUMENT, SAVE_EVERY, calibrate
 from ..calibration import Calibration
+from ..calibration_run import CHUNK, DOCUMENT, SAVE_EVERY, calibrate
 from ..errors import MoEError
 from ..loading import missing_model_is_an_error, replace_layers, trust_option
 from ..replace import resolve_backend
