@@ -4,7 +4,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +17,32 @@ from .dense import replace_linear_layers
 from .errors import ModelNotFound, MoEError, NoMoELayers
 from .replace import replace_moe_layers, resolve_backend
 from .replacement import Replacement
+from .static import Importance, Overflow
 
 log = logging.getLogger("mlx_moe")
 
 
 @dataclass
 class Replaced:
-    """A model and what was replaced in it; None where nothing was."""
+    """A model and what was replaced in it; None where nothing was.
+
+    Attributes:
+        plan: further arguments of `replace_moe_layers`: plan, artifacts, overflow, ...
+    """
 
     model: nn.Module
     backend: str
     moe: Replacement | None = None
     dense: Replacement | None = None
+    plan: dict[str, Any] = field(default_factory=dict)
 
     def replace(self) -> "Replaced":
         """Replace the MoE layers, and on a CPU-only MLX the dense ones too."""
         try:
-            self.moe = replace_moe_layers(self.model, backend=self.backend)
+            self.moe = replace_moe_layers(self.model, backend=self.backend, **self.plan)
         except NoMoELayers:
+            if self.plan.get("plan") is not None:
+                raise
             self.moe = None
         try:
             self.dense = replace_dense(self.model, self.backend)
@@ -54,17 +62,20 @@ class Replaced:
         name = type(self.model).__module__.rpartition(".")[2]
         moe = "no MoE layers"
         if self.moe:
-            replaced = any(layer.backend == "cpu" for layer in self.moe.layers)
-            moe = f"{len(self.moe.layers)} MoE layers {'replaced' if replaced else 'left to stock'}"
+            layers = [layer for layer in self.moe.layers if layer.kind == "experts"]
+            replaced = any(layer.backend != "stock" for layer in layers)
+            moe = f"{len(layers)} MoE layers {'replaced' if replaced else 'left to stock'}"
+            if static := [layer for layer in self.moe.layers if layer.backend == "host"]:
+                moe += f", {len(static)} with a static path"
         names = [layer.name for layer in self.dense.layers] if self.dense else []
         count = len([name for name in names if name != attention.NAME])
         dense = f", {count} dense layers replaced" if count else ""
         return f"{name}: {moe}{dense}"
 
 
-def replace_layers(model: nn.Module, backend: str) -> Replaced:
+def replace_layers(model: nn.Module, backend: str, plan: dict[str, Any] | None = None) -> Replaced:
     """Replace what can be replaced in `model`, and say so in one log line."""
-    replaced = Replaced(model, backend).replace()
+    replaced = Replaced(model, backend, plan=plan or {}).replace()
     log.info("%s", replaced)
     return replaced
 
@@ -104,12 +115,21 @@ def replace_dense(model: nn.Module, backend: str) -> Replacement | None:
         return None
 
 
-def load(path_or_repo: str | Path, *, backend: str = "auto", **options: Any) -> Any:
+def load(
+    path_or_repo: str | Path,
+    *,
+    backend: str = "auto",
+    plan: Any = None,
+    artifacts: str | Path | None = None,
+    overflow: Overflow = "spill",
+    importance: Importance = "router",
+    **options: Any,
+) -> Any:
     """Load a model as `mlx_lm.load` does, with its layers replaced.
 
     Args:
         path_or_repo: a model directory or a Hugging Face repository id.
-        backend: "auto", "stock" or "cpu", as for `replace_moe_layers`.
+        backend, plan, artifacts, overflow, importance: as for `replace_moe_layers`.
         **options: everything else goes to `mlx_lm.load` (adapter_path, lazy, ...).
 
     Returns:
@@ -122,7 +142,12 @@ def load(path_or_repo: str | Path, *, backend: str = "auto", **options: Any) -> 
         ValueError: from `mlx_lm.load`.
     """
     resolve_backend(backend)
+    how: dict[str, Any] = {"overflow": overflow, "importance": importance}
+    if plan is not None or artifacts is not None:
+        how |= {"plan": plan, "artifacts": artifacts}
     with missing_model_is_an_error(path_or_repo):
         loaded = mlx_lm.utils.load(str(path_or_repo), **options)
-    replace_layers(loaded[0], backend)
+        if plan is not None:
+            how["checkpoint"] = mlx_lm.utils._download(str(path_or_repo))
+    replace_layers(loaded[0], backend, how)
     return loaded

@@ -24,16 +24,19 @@ def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def replaced_models(backend: str, loaded: Callable[[Replaced], object]) -> Iterator[None]:
+def replaced_models(
+    backend: str, loaded: Callable[[Replaced], object], plan: dict[str, Any] | None = None
+) -> Iterator[None]:
     """While open, each model that mlx-lm loads comes back with its layers replaced.
 
     Every mlx-lm command reaches `load_model` through the globals of `mlx_lm.utils`
     (`load` and `sharded_load` both do), so that this one name covers draft models too.
 
     Args:
-        backend: "auto", "stock" or "cpu", as for `replace_moe_layers`.
+        backend: as for `replace_moe_layers`.
         loaded: is called with each model. A server lets go of a model to load another:
             do not keep what is passed where that may happen.
+        plan: further arguments of `replace_moe_layers`: plan, artifacts, overflow, ...
 
     Raises:
         InvalidArgument: the CPU kernels cannot run here; before a model is loaded.
@@ -51,7 +54,8 @@ def replaced_models(backend: str, loaded: Callable[[Replaced], object]) -> Itera
     def load_model(model_path: Any, *args: Any, **kwargs: Any) -> tuple[nn.Module, dict[str, Any]]:
         with missing_model_is_an_error(model_path):
             model, config = stock(model_path, *args, **kwargs)
-        loaded(replace_layers(model, backend))
+        files = {"checkpoint": model_path} if plan else {}
+        loaded(replace_layers(model, backend, {**(plan or {}), **files}))
         return model, config
 
     with (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.nn as nn
 import numpy as np
 
-from . import core
+from . import core, hub
 from .errors import CorruptArtifact, InvalidArgument
 from .static import Group, Importance, Overflow, StaticLayer
 
@@ -66,7 +66,7 @@ def open_plan(
     """Read and check a plan, and load its programs where `host`.
 
     Args:
-        plan: a `Plan` or the path of one.
+        plan: a `Plan` or the path of one; hf://user/repo/... as well, and so for `artifacts`.
         files: the model's directory, where known.
 
     Raises:
@@ -82,7 +82,7 @@ def open_plan(
         raise InvalidArgument(
             f"plan is a {type(plan).__name__}; expected a Plan, or the path of a plan.json"
         )
-    loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
+    loaded = plan if isinstance(plan, Plan) else Plan.load(hub.resolve(plan))
     what = "the plan" if isinstance(plan, Plan) else f"the plan {plan}"
     loaded.check_model(identity_of_model(model, files), what)
     check_layers(model, loaded, what)
@@ -105,7 +105,7 @@ def open_plan(
         raise InvalidArgument(
             f"{what} needs its artifacts: give artifacts=DIR, as `mlx_moe compile` wrote it"
         )
-    opened.static = load_programs(model, loaded, Path(artifacts), overflow, importance)
+    opened.static = load_programs(model, loaded, hub.resolve(artifacts), overflow, importance)
     return opened
 
 

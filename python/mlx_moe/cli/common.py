@@ -7,8 +7,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, distribution
+from typing import Any
 
-from ..errors import MoEError
+from ..errors import InvalidArgument, MoEError
+from ..static import IMPORTANCES, OVERFLOWS
 
 INTERRUPTED = 130  # what a shell reports for a process that SIGINT ended
 
@@ -21,6 +23,48 @@ def add_backend_option(parser: argparse._ActionsContainer) -> None:
         help="Where the replaced layers run; auto: the CPU kernels where MLX itself computes "
         "on the CPU, else stock (default: auto)",
     )
+
+
+def add_plan_options(parser: argparse._ActionsContainer) -> None:
+    """--plan and what goes with it, and --backend with "host" as a choice."""
+    parser.add_argument(
+        "--backend",
+        choices=("auto", "stock", "cpu", "host"),
+        default="auto",
+        help="Where the replaced layers run; auto: the CPU kernels where MLX itself computes "
+        "on the CPU, else stock; host: the plan's hot experts on its static programs, computed "
+        "by the CPU too (default: auto)",
+    )
+    parser.add_argument(
+        "--plan", metavar="FILE", help="Which expert runs where: a plan.json, or hf://..."
+    )
+    parser.add_argument(
+        "--artifacts", metavar="DIR", help="What `mlx_moe compile` wrote for the plan, or hf://..."
+    )
+    parser.add_argument(
+        "--overflow",
+        choices=OVERFLOWS,
+        default="spill",
+        help="Assignments that the static programs have no room for: spill computes them on the "
+        "kernels, prune leaves the least important out (default: spill)",
+    )
+    parser.add_argument(
+        "--importance",
+        choices=IMPORTANCES,
+        default="router",
+        help="What pruning goes by: the router's scores, or the norm of a token's input "
+        "(default: router)",
+    )
+
+
+def plan_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """What `replace_moe_layers` takes beside the backend; empty without a plan."""
+    if args.plan is None and args.artifacts is None:
+        if args.backend == "host":
+            raise InvalidArgument("--backend host runs a plan's programs: give --plan, --artifacts")
+        return {}
+    names = ("plan", "artifacts", "overflow", "importance")
+    return {name: getattr(args, name) for name in names}
 
 
 def add_stats_option(parser: argparse._ActionsContainer) -> None:

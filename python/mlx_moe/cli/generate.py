@@ -11,7 +11,7 @@ from typing import Any
 from ..loading import Replaced, missing_model_is_an_error
 from ..patch import attribute, replaced_models
 from . import report
-from .common import add_backend_option, add_stats_option, call_stock, command
+from .common import add_plan_options, add_stats_option, call_stock, command, plan_arguments
 from .compare import Comparison
 
 
@@ -22,7 +22,7 @@ def build_parser(stock_parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         "Generate text as mlx_lm.generate does, with the model's layers replaced."
     )
     ours = stock_parser.add_argument_group("mlx_moe")
-    add_backend_option(ours)
+    add_plan_options(ours)
     add_stats_option(ours)
     ours.add_argument(
         "--compare",
@@ -52,10 +52,13 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--compare does not go with --prompt-cache-file or --draft-model")
     if args.compare and args.backend == "stock":
         parser.error("--compare does not go with --backend stock: both sides would be stock")
+    if args.plan and args.draft_model:
+        parser.error("--plan does not go with --draft-model: a plan is of one model")
+    plan = plan_arguments(args)
 
     with ExitStack() as stack:
         models: list[Replaced] = []
-        stack.enter_context(replaced_models(args.backend, models.append))
+        stack.enter_context(replaced_models(args.backend, models.append, plan))
         stack.enter_context(attribute(stock, "setup_arg_parser", lambda: parser))
         stack.enter_context(attribute(stock, "load", reporting(stock.load)))
         comparison = Comparison(stock.stream_generate, models)

@@ -57,6 +57,8 @@ def write(ran: Sequence[Record], form: str) -> None:
         text = table(["layer", *FACTS, *COUNTS], rows)
     else:
         text = table([FACTS[0], "layers", *FACTS[1:], *COUNTS], summary(ran))
+    if form != "json" and (line := static_summary(ran)):
+        text += f"\n{line}"
     sys.stdout.flush()
     print(text, file=sys.stderr)
 
@@ -73,3 +75,29 @@ def summary(ran: Iterable[Record]) -> list[list[Cell]]:
         layers, most = (None, None) if None in tokens else (len(counts), max(tokens))
         rows.append([kind, layers, *facts, most, *map(sum, calls)])
     return rows
+
+
+def static_summary(ran: Iterable[Record]) -> str | None:
+    """What the static paths did, in a line; None if no layer has one."""
+    stats = [record.counters.as_dict().get("static") for record in ran if record.counters]
+    static = [counts for counts in stats if counts is not None]
+    if not static:
+        return None
+    total = {key: sum(s[key] for s in static) for key in static[0] if key != "seconds"}
+    if not total["forwards"]:
+        return "static path: not taken, every forward had fewer tokens than the plan starts at"
+    hot, waits = total["hot"], total["waits"]
+    routed = sum(total[key] for key in ("hot", "cold", "spilled", "pruned"))
+    others = ", ".join(f"{total[key]} {key}" for key in ("cold", "spilled", "pruned"))
+    unusual = "".join(
+        f", {total[key]} {key.replace('_', ' ')}"
+        for key in ("extra_tiles", "recomputed_tiles", "failed_tiles", "stale", "without_scores")
+        if total[key]
+    )
+    seconds = {stage: sum(s["seconds"][stage] for s in static) for stage in static[0]["seconds"]}
+    times = ", ".join(f"{stage} {1e3 * t:.1f}" for stage, t in seconds.items())
+    return (
+        f"static path: {hot} of {routed} assignments hot ({hot / routed:.0%}), {others}; "
+        f"{total['padding'] / max(hot + total['padding'], 1):.0%} padding; {total['dispatches']} "
+        f"dispatches, {waits} waits{unusual}; ms: {times}"
+    )

@@ -5,19 +5,26 @@ import argparse
 from ..errors import MoEError
 from ..patch import replaced_models
 from . import report
-from .common import add_backend_option, add_stats_option, call_stock, command, stock_commands
+from .common import (
+    add_plan_options,
+    add_stats_option,
+    call_stock,
+    command,
+    plan_arguments,
+    stock_commands,
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx_moe run",
-        usage="mlx_moe run [-h] [--backend {auto,stock,cpu}] "
-        "[--stats {summary,layers,json,none}] COMMAND ...",
+        usage="mlx_moe run [-h] [--backend {auto,stock,cpu,host}] "
+        "[--stats {summary,layers,json,none}] [--plan FILE --artifacts DIR] COMMAND ...",
         description="Run a stock mlx-lm command, such as `mlx_lm.server --model M` or "
         "`mlx_lm generate --model M`, with the layers of every model that it loads replaced. "
         "Options of mlx_moe come before the command, the command's own after it.",
     )
-    add_backend_option(parser)
+    add_plan_options(parser)
     add_stats_option(parser)
     parser.add_argument("stock", metavar="COMMAND", help="mlx_lm.NAME, or mlx_lm NAME")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -37,7 +44,8 @@ def main(argv: list[str] | None = None) -> int:
         raise MoEError(f"{args.stock} does not start: {error}. Install what it needs.") from error
 
     ran: list[report.Record] = []
-    with replaced_models(args.backend, lambda model: ran.extend(report.records(model))):
+    plan = plan_arguments(args)
+    with replaced_models(args.backend, lambda model: ran.extend(report.records(model)), plan):
         try:
             return call_stock(args.stock, stock_main, args.arguments)
         finally:
