@@ -82,16 +82,29 @@ def static_seconds(
     """One dispatch of a group: `experts` of `capacity` slots each.
 
     The weights stream in from memory at every dispatch, as do the tile and the results, and where
-    an expert's activations exceed the on-chip memory they travel too.
+    an expert's activations exceed the on-chip memory the rest travels too. Convex in capacity.
     """
     inner = expert.inner if inner is None else inner
     slots = experts * np.asarray(capacity, np.float64)
     compute = slots * expert.flops * inner / expert.inner / _static_flops(device)
     rows = FP16 * 2 * expert.hidden * slots
     activations = FP16 * expert.matrices * inner * np.asarray(capacity, np.float64)
-    off_chip = np.where(activations > device["on_chip_bytes"], 2 * experts * activations, 0)
+    off_chip = 2 * experts * np.maximum(activations - device["on_chip_bytes"], 0)
     traffic = experts * expert.static_bytes(weights, inner) + rows + off_chip
     return device["dispatch_seconds"] + np.maximum(compute, traffic / device["static_bandwidth"])
+
+
+def tile_seconds(device: Device, expert: Expert, weights: str, capacity: Array) -> Array:
+    """One expert's share of its group's programs at each capacity, dispatching aside."""
+    _, parts = package_experts(device, expert, weights)
+    widths = [b - a for a, b in splits(expert.inner, parts)]
+    alone = [static_seconds(device, expert, weights, 1, capacity, width) for width in widths]
+    return np.asarray(np.sum(alone, axis=0) - parts * device["dispatch_seconds"])
+
+
+def slot_seconds(device: Device, expert: Expert) -> float:
+    """Of one slot where computing is what takes the time."""
+    return expert.flops / _static_flops(device)
 
 
 def _static_flops(device: Device) -> float:

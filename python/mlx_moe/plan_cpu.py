@@ -77,7 +77,7 @@ def _plan_layer(
     in_place = _in_place(device, expert, loads).sum(axis=1).mean()
     saved = float(gains[packed].sum())
     hot = loads[:, packed].sum() / loads.sum() if loads.sum() else 0.0
-    shared = facts.shared and Shared(facts.shared.name, facts.shared.inner)
+    shared = Shared(facts.shared.name, facts.shared.inner) if facts.shared else None
     return LayerPlan(
         facts,
         (),

@@ -239,9 +239,13 @@ def _why_none(layer: Layer, curve: Curve, memory: int) -> str:
     most, _ = package_experts(layer.device, layer.expert, layer.weights)
     together = min(most, layer.facts.experts)
     least = break_even(layer.device, layer.expert, layer.weights, together)
-    routing = "routing is flat" if gini(mean) < FLAT else "the experts are too little used"
+    reason = "no expert is full enough"
+    if least is None:
+        reason = "the experts are too small for a dispatch"
+    elif gini(mean) < FLAT:
+        reason = "routing is flat"
     wins = "never wins" if least is None else f"wins from {least} on"
     return (
-        f"no static path here: {routing} (Gini {gini(mean):.2f}): the fullest expert gets "
+        f"no static path here: {reason} (Gini {gini(mean):.2f}): the fullest gets "
         f"{mean.max():.0f} of {layer.chunk} tokens, and the static executor {wins}"
     )

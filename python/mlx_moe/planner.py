@@ -2,34 +2,24 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .calibration import Calibration
-from .cost import Expert, cold_seconds, expert_of, shared_expert_of, static_seconds
+from .chunks import chunk_loads
+from .cost import cold_seconds, expert_of, shared_expert_of, static_seconds
 from .devices import AUTO, Device, load_device
 from .errors import InvalidArgument
 from .layer_facts import LayerFacts
 from .plan import WEIGHTS, LayerPlan, Plan
 from .plan_cpu import plan_cpu
 from .plan_layer import Layer, plan_layer
+from .pricing import FORCED_OVERFLOW, Timing, at_target, common, fastest, table
 from .residency import Curve, Point, SharedCost, curve, spend
-from .chunks import chunk_loads
-from .tiers import (
-    STEP,
-    Ints,
-    Tiers,
-    best_set,
-    expected_overflow,
-    grid,
-    price_for_overflow,
-)
+from .tiers import STEP, Ints, Tiers
 
 Array = NDArray[np.float64]
-PRICES = (1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0, 40.0, 100.0)  # slots an overflow assignment
-NEARLY = 1.005  # as fast: then the plan with less overflow
 MEMORY_SHARE = 0.5  # of what the model leaves of the device's memory, by default
 
 
@@ -53,6 +43,13 @@ class Options:
     overflow: float | None
     capacity_factor: float
     force_hot: float | None
+
+    @property
+    def target(self) -> float | None:
+        """The share of overflow to aim at; None: whatever is fastest."""
+        if self.overflow is None and self.force_hot is not None:
+            return FORCED_OVERFLOW
+        return self.overflow
 
     def check(self) -> None:
         if self.memory < 0:
@@ -145,16 +142,18 @@ def plan_static(
     chunk: int,
     options: Options,
 ) -> list[LayerPlan]:
-    experts = [expert_of(layer) for layer in facts]
-    shared = [_shared_cost(device, layer, weights, chunk) for layer in facts]
-    priced = _prices(device, experts, loads, weights, shared, options)
+    timings = [
+        Timing(device, expert_of(layer), weights, _shared_cost(device, layer, weights, chunk))
+        for layer in facts
+    ]
+    priced = _price(timings, loads, options)
     curves = [
-        curve(device, e, weights, x, tiers, s)
-        for e, x, (_, tiers), s in zip(experts, loads, priced, shared, strict=True)
+        curve(device, timing.expert, weights, x, tiers, timing.shared)
+        for timing, x, (_, tiers) in zip(timings, loads, priced, strict=True)
     ]
     chosen = _choose(curves, options)
     hot = [np.sort(c.order[: point.count]) for c, point in zip(curves, chosen, strict=True)]
-    tiers = _final_tiers(loads, hot, [price for price, _ in priced], options)
+    tiers = _final_tiers(timings, loads, hot, [price for price, _ in priced], options)
     return [
         plan_layer(
             Layer(i, device, facts[i], weights, chunk, loads[i], options.force_hot is not None),
@@ -178,48 +177,16 @@ def _shared_cost(device: Device, facts: LayerFacts, weights: str, chunk: int) ->
     return SharedCost(static, cold, expert.static_bytes(weights))
 
 
-def _prices(
-    device: Device,
-    experts: list[Expert],
-    loads: list[Array],
-    weights: str,
-    shared: list[SharedCost | None],
-    options: Options,
+def _price(
+    timings: list[Timing], loads: list[Array], options: Options
 ) -> list[tuple[float, Tiers]]:
     """For every layer what overflow costs, and the tiers of all its experts at that."""
-    tables = [(capacities := grid(x), expected_overflow(x, capacities)) for x in loads]
-    if options.overflow is not None or options.force_hot is not None:
-        target = 0.01 if options.overflow is None else options.overflow
-        price = price_for_overflow(tables, target, _assignments(loads))
-        return [(price, best_set(*table, options.max_tiers, price)) for table in tables]
-    return [
-        _fastest(device, expert, weights, x, table, cost, options.max_tiers)
-        for expert, x, table, cost in zip(experts, loads, tables, shared, strict=True)
-    ]
-
-
-def _fastest(
-    device: Device,
-    expert: Expert,
-    weights: str,
-    loads: Array,
-    table: tuple[Ints, Array],
-    shared: SharedCost | None,
-    max_tiers: int,
-) -> tuple[float, Tiers]:
-    """The price that makes the layer fastest; of nearly equal ones the highest."""
-    tried: list[tuple[float, Tiers, float]] = []
-    for price in PRICES:
-        tiers = best_set(*table, max_tiers, price)
-        best = curve(device, expert, weights, loads, tiers, shared).best()
-        tried.append((price, tiers, best.seconds))
-    least = min(seconds for _, _, seconds in tried)
-    price, tiers, _ = [t for t in tried if t[2] <= least * NEARLY][-1]
-    return price, tiers
-
-
-def _assignments(loads: list[Array]) -> float:
-    return float(sum(x.mean(axis=0).sum() for x in loads))
+    if options.target is None:
+        return [
+            fastest(timing, x, options.max_tiers) for timing, x in zip(timings, loads, strict=True)
+        ]
+    price, tiers = at_target(loads, options.target, options.max_tiers)
+    return [(price, of_layer) for of_layer in tiers]
 
 
 def _choose(curves: list[Curve], options: Options) -> list[Point]:
@@ -246,57 +213,25 @@ def _forced(curves: list[Curve], share: float, memory: int) -> list[Point]:
 
 
 def _final_tiers(
-    loads: list[Array], hot: list[Ints], prices: list[float], options: Options
+    timings: list[Timing],
+    loads: list[Array],
+    hot: list[Ints],
+    of_layer: list[float],
+    options: Options,
 ) -> list[Tiers | None]:
     """Tiers of the hot experts alone, scaled; None for a layer without."""
     some = [i for i, members in enumerate(hot) if len(members)]
-    tables = {i: (c := grid(loads[i][:, hot[i]]), _overflow(loads[i], hot[i], c)) for i in some}
-    if options.overflow is not None and some:
-        assignments = _assignments([loads[i][:, hot[i]] for i in some])
-        price = _price_with_tiers(list(tables.values()), options, assignments)
-        prices = [price] * len(loads)
-    common = _common(tables, prices, options.max_tiers) if options.shared_tiers else None
-    tiers: list[Tiers | None] = [None] * len(loads)
-    for i, (capacities, overflow) in tables.items():
-        if common is not None:
-            capacities, overflow = common, _overflow(loads[i], hot[i], common)
-        tiers[i] = best_set(capacities, overflow, options.max_tiers, prices[i]).scaled(
-            options.capacity_factor
-        )
-    return tiers
-
-
-def _overflow(loads: Array, members: Ints, capacities: Ints) -> Array:
-    return expected_overflow(loads[:, members], capacities)
-
-
-def _common(tables: dict[int, tuple[Ints, Array]], prices: list[float], max_tiers: int) -> Ints:
-    """One set of capacities for the experts of all layers."""
-    longest = max((capacities for capacities, _ in tables.values()), key=len)
-    rows = []
-    for _, overflow in tables.values():
-        rows.append(np.pad(overflow, ((0, 0), (0, len(longest) - overflow.shape[1]))))
-    price = float(np.median([prices[i] for i in tables]))
-    chosen = best_set(longest, np.concatenate(rows), max_tiers, price)
-    return np.array(chosen.capacities)
-
-
-def _price_with_tiers(
-    tables: list[tuple[Ints, Array]], options: Options, assignments: float
-) -> float:
-    """The price at which no more than the target is beyond the capacities, tiers as they are."""
-    assert options.overflow is not None
-    start = price_for_overflow(tables, options.overflow, assignments)
-    low, high = start / 8, start * 8
-    for _ in range(8):
-        price = float(np.sqrt(low * high))
-        beyond = 0.0
-        for capacities, overflow in tables:
-            tiers = best_set(capacities, overflow, options.max_tiers, price)
-            taken = np.searchsorted(capacities, tiers.of_expert)
-            beyond += float(np.take_along_axis(overflow, taken[:, None], axis=1).sum())
-        if beyond > options.overflow * assignments:
-            low = price
-        else:
-            high = price
-    return high
+    if not some:
+        return [None] * len(loads)
+    own = {i: loads[i][:, hot[i]] for i in some}
+    prices = {i: of_layer[i] for i in some}
+    if options.target is not None:
+        price, best = at_target(list(own.values()), options.target, options.max_tiers)
+        prices = dict.fromkeys(some, price)
+    else:
+        best = [timings[i].table(own[i]).best(options.max_tiers, prices[i]) for i in some]
+    if options.shared_tiers:
+        one = common([table(x) for x in own.values()], list(prices.values()), options.max_tiers)
+        best = [table(own[i], one).best(len(one), prices[i]) for i in some]
+    scaled = {i: t.scaled(options.capacity_factor) for i, t in zip(some, best, strict=True)}
+    return [scaled.get(i) for i in range(len(loads))]

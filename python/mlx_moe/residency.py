@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .cost import Expert, cold_seconds, layer_seconds, package_experts, splits, static_seconds
+from .cost import Expert, cold_seconds, layer_seconds, package_experts, tile_seconds
 from .devices import Device
 from .tiers import Tiers
 
@@ -80,9 +80,7 @@ def curve(
     capacity = tiers.of_expert.astype(np.float64)
     over = np.maximum(loads - capacity, 0)
     cold, spilled = cold_seconds(device, expert, loads), cold_seconds(device, expert, over)
-    inner = [b - a for a, b in splits(expert.inner, parts)]
-    one = [static_seconds(device, expert, weights, 1, capacity, width) for width in inner]
-    busy = np.sum(one, axis=0) - parts * device["dispatch_seconds"]
+    busy = tile_seconds(device, expert, weights, capacity)
 
     saved = (cold - spilled).mean(axis=0)
     spent = busy + parts * device["dispatch_seconds"] / most

@@ -26,7 +26,7 @@ class Tiers:
     Attributes:
         capacities: multiples of STEP.
         of_expert: [E], each one of `capacities`.
-        cost: expected slots and price of overflow of a chunk, all experts together.
+        cost: expected slots and price of overflow of a chunk, all experts and tiers together.
     """
 
     capacities: tuple[int, ...]
@@ -72,13 +72,25 @@ def choose_tiers(loads: Array, max_tiers: int, price: float) -> Tiers:
     return best_set(capacities, expected_overflow(loads, capacities), max_tiers, price)
 
 
-def best_set(capacities: Ints, overflow: Array, max_tiers: int, price: float) -> Tiers:
+def best_set(
+    capacities: Ints,
+    overflow: Array,
+    max_tiers: int,
+    price: float,
+    slots: Array | None = None,
+    per_tier: float = 0.0,
+) -> Tiers:
     """`choose_tiers` where `expected_overflow` is known already.
 
     An expert's cost is convex in its capacity, so of any set it takes one of the two members
     around its own optimum, and the cost of a set is a sum over neighbours in it: a shortest path.
+
+    Args:
+        slots: what each capacity costs, convex and ascending, where that is not the capacity
+            itself: few slots take no less time than the weights take to read.
+        per_tier: what each tier costs: a dispatch, in slots.
     """
-    cost = capacities + price * overflow
+    cost = (capacities if slots is None else slots) + price * overflow
     own = cost.argmin(axis=1)
     low, high = int(own.min()), int(own.max())  # nothing outside is of use to anyone
     cost, own = cost[:, low : high + 1], own - low
@@ -94,7 +106,7 @@ def best_set(capacities: Ints, overflow: Array, max_tiers: int, price: float) ->
             through = reach[:, None] + between
             steps.append(through.argmin(axis=0))
             reach = through.min(axis=0)
-        total = reach + above
+        total = reach + above + tiers * per_tier
         if total.min() < best * (1 - 1e-9):  # fewer tiers where more are no better
             best, best_path = float(total.min()), (tiers, int(total.argmin()))
     chosen = [best_path[1]]
