@@ -1,5 +1,8 @@
+#include <nanobind/stl/variant.h>
+
 #include <climits>
 #include <type_traits>
+#include <variant>
 
 #include "bindings_common.h"
 #include "routing/bucket.h"
@@ -25,12 +28,8 @@ struct NewArray {
   int32_t* ints() const { return static_cast<int32_t*>(data); }
 };
 
-// The values of a contiguous array of T with this shape, -1 for any size.
-template <class T>
-const T* values_of(const Array& a, std::initializer_list<int64_t> shape, const char* what) {
-  require_shape(a, shape.size(), what);
-  require(a.dtype() == nb::dtype<T>(),
-          std::string(what) + " must be " + (std::is_same_v<T, float> ? "float32" : "int32"));
+// An Error unless the array has these sizes, -1 for any.
+void require_sizes(const Array& a, std::initializer_list<int64_t> shape, const char* what) {
   std::string expected;
   bool same = true;
   for (size_t i = 0; i < shape.size(); ++i) {
@@ -39,6 +38,15 @@ const T* values_of(const Array& a, std::initializer_list<int64_t> shape, const c
     expected += (i ? ", " : "") + (size < 0 ? std::string("any") : std::to_string(size));
   }
   require(same, std::string(what) + " has shape " + shape_of(a) + ", expected [" + expected + "]");
+}
+
+// The values of a contiguous array of T with these sizes.
+template <class T>
+const T* values_of(const Array& a, std::initializer_list<int64_t> shape, const char* what) {
+  require_shape(a, shape.size(), what);
+  require(a.dtype() == nb::dtype<T>(),
+          std::string(what) + " must be " + (std::is_same_v<T, float> ? "float32" : "int32"));
+  require_sizes(a, shape, what);
   return static_cast<const T*>(a.data());
 }
 
@@ -106,29 +114,108 @@ nb::tuple py_pack(const Array& x, const Array& kept, const Array& kept_offsets,
               ", expected at least 0 and 1");
   const Tiling tiling{values_of<int32_t>(experts, {-1}, "experts"), experts.shape(0),
                       size_t(capacity), size_t(k)};
-  check_pack(rows, b, tiling);
+  Tile tile{b, tiling, nullptr, nullptr};
+  check_pack(rows, {&tile, 1});
   count_call("pack");
   // numpy has no bfloat16: its bits travel as uint16
   NewArray tiles(type == Scalar::bf16 ? "uint16" : dtype.c_str(), tiling.groups, capacity,
                  rows.width);
   NewArray slots("int32", tiling.groups, capacity);
+  tile.rows = tiles.data;
+  tile.slots = slots.ints();
   {
     nb::gil_scoped_release unlocked;
-    pack(rows, b, tiling, type, tiles.data, slots.ints());
+    pack(rows, {&tile, 1}, type);
   }
   return nb::make_tuple(tiles.object, slots.object);
 }
 
-void py_combine(const Array& rows, const Array& assignments, const Array& scores,
+// One array, or several.
+using Arrays = std::variant<Array, std::vector<Array>>;
+
+std::vector<Array> listed(const Arrays& arrays) {
+  if (auto* one = std::get_if<Array>(&arrays)) return {*one};
+  return std::get<std::vector<Array>>(arrays);
+}
+
+// A tile and its slots, to be written.
+Tile tile_of(const Buckets& kept, const Array& experts, const OutArray& rows, const OutArray& slots,
+             size_t width, size_t k, const std::string& at) {
+  const auto* which = values_of<int32_t>(experts, {-1}, ("experts" + at).c_str());
+  const int64_t groups = int64_t(experts.shape(0));
+  require_shape(Array(rows), 3, ("tiles" + at).c_str());
+  require_sizes(Array(rows), {groups, -1, int64_t(width)}, ("tiles" + at).c_str());
+  const int64_t capacity = int64_t(rows.shape(1));
+  values_of<int32_t>(Array(slots), {groups, capacity}, ("slots" + at).c_str());
+  return {kept,
+          {which, size_t(groups), size_t(capacity), k},
+          rows.data(),
+          static_cast<int32_t*>(slots.data())};
+}
+
+// The buckets of every group: its own, or the same for all.
+std::vector<Buckets> buckets_of_groups(const std::vector<Array>& kept,
+                                       const std::vector<Array>& offsets, size_t groups) {
+  require(kept.size() == offsets.size() && (kept.size() == 1 || kept.size() == groups),
+          "there are ", kept.size(), " kept and ", offsets.size(), " kept_offsets for ", groups,
+          " groups");
+  std::vector<Buckets> buckets;
+  for (size_t i = 0; i < kept.size(); ++i)
+    buckets.push_back(buckets_of(kept[i], "kept", offsets[i], "kept_offsets"));
+  if (kept.size() == 1) buckets.resize(groups, buckets[0]);
+  return buckets;
+}
+
+void py_pack_groups(const Array& x, const Arrays& kept, const Arrays& kept_offsets,
+                    const std::vector<Array>& experts, int64_t k,
+                    const std::vector<OutArray>& tiles, const std::vector<OutArray>& slots) {
+  const Rows rows = rows_of(x, "x");
+  const size_t groups = experts.size();
+  const std::vector<Array> held = listed(kept), offsets = listed(kept_offsets);
+  const std::vector<Buckets> buckets = buckets_of_groups(held, offsets, groups);
+  require(k >= 1 && k <= INT32_MAX, "k is ", k, ", expected at least 1");
+  require(tiles.size() == groups && slots.size() == groups, "there are ", tiles.size(),
+          " tiles and ", slots.size(), " slots for ", groups, " groups");
+  std::vector<Tile> each;
+  Scalar type = Scalar::f16;
+  for (size_t g = 0; g < groups; ++g) {
+    const std::string at = "[" + std::to_string(g) + "]", name = "tiles" + at;
+    each.push_back(tile_of(buckets[g], experts[g], tiles[g], slots[g], rows.width, size_t(k), at));
+    const Scalar found = scalar_type(Array(tiles[g]), name.c_str());
+    if (g == 0) type = found;
+    require(found == type, name, " differs from tiles[0] in dtype");
+  }
+  check_pack(rows, each);
+  count_call("pack_groups");
+  nb::gil_scoped_release unlocked;
+  pack(rows, each, type);
+}
+
+std::vector<Part> parts_of(const std::vector<Array>& rows, const std::vector<Array>& assignments) {
+  require(rows.size() == assignments.size(), "there are ", rows.size(), " rows and ",
+          assignments.size(), " assignments");
+  std::vector<Part> parts;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const std::string at = rows.size() > 1 ? "[" + std::to_string(i) + "]" : "";
+    const Rows r = rows_of(rows[i], ("rows" + at).c_str());
+    parts.push_back(
+        {r, values_of<int32_t>(assignments[i], {int64_t(r.count)}, ("assignments" + at).c_str())});
+  }
+  return parts;
+}
+
+void py_combine(const Arrays& rows, const Arrays& assignments, const Array& scores,
                 const OutArray& out, bool accumulate) {
-  const Rows r = rows_of(rows, "rows");
-  const auto* which = values_of<int32_t>(assignments, {int64_t(r.count)}, "assignments");
+  const std::vector<Array> held = listed(rows), which = listed(assignments);
+  const std::vector<Part> parts = parts_of(held, which);
   const auto* weights = values_of<float>(scores, {-1, -1}, "scores");
-  const size_t tokens = scores.shape(0), top_k = scores.shape(1);
-  values_of<float>(Array(out), {int64_t(tokens), int64_t(r.width)}, "out");
+  const Scores s{weights, scores.shape(0), scores.shape(1)};
+  const Rows to = rows_of(Array(out), "out");
+  const int64_t width = int64_t(parts.empty() ? to.width : parts[0].rows.width);
+  require_sizes(Array(out), {int64_t(s.tokens), width}, "out");
   count_call("combine");
   nb::gil_scoped_release unlocked;
-  combine(r, which, weights, tokens, top_k, accumulate, static_cast<float*>(out.data()));
+  combine(parts, s, accumulate, {to.type, out.data(), to.width});
 }
 
 constexpr const char* kBucketDoc =
@@ -158,13 +245,23 @@ constexpr const char* kPackDoc =
     "dtype 'bfloat16' gives the bits as uint16: mx.array(tiles).view(mx.bfloat16).\n"
     "Raises InvalidArgument on a load above C, an expert or assignment out of range.";
 
+constexpr const char* kPackGroupsDoc =
+    "Fill the tiles of several groups at once, in memory that the caller keeps.\n\n"
+    "x, kept, kept_offsets, k: as for pack; kept and kept_offsets may be lists, one a group. For\n"
+    "group g experts[g]: int32 [G]; tiles[g]: writable [G, C, d], all of one float dtype; "
+    "slots[g]:\n"
+    "writable int32 [G, C]; each group has a G and a C of its own. A token is read and converted\n"
+    "once, however many tiles it goes to. Errors as for pack, before anything is written.";
+
 constexpr const char* kCombineDoc =
     "Write the weighted sum of expert outputs to out.\n\n"
     "rows: [n, d] float32, float16 or bfloat16; assignments: int32 [n], -1 for a row to leave out\n"
-    "(an empty slot of a tile); scores: float32 [T, k]; out: writable float32 [T, d].\n"
+    "(an empty slot of a tile). Both may be lists, such as the result tiles of all groups, each\n"
+    "with its slots, and the rows of what spilled; dtypes may differ. scores: float32 [T, k];\n"
+    "out: writable [T, d], float32, float16 or bfloat16.\n"
     "out[t] = sum of scores[t, j] * the row of assignment t * k + j, in float32 and in the order\n"
-    "of j; added to out if accumulate. Raises InvalidArgument, with out untouched, on an\n"
-    "assignment given twice or out of range and on sizes that do not agree.";
+    "of j, rounded to out's dtype once; added to out if accumulate. Raises InvalidArgument, with\n"
+    "out untouched, on an assignment given twice or out of range and on sizes that do not agree.";
 
 }  // namespace
 
@@ -175,6 +272,8 @@ void bind_routing(nb::module_& m) {
         "importance"_a = nb::none(), "overflow"_a = "spill", kCapacityDoc);
   m.def("pack", &py_pack, "x"_a, "kept"_a, "kept_offsets"_a, "experts"_a, "capacity"_a, "k"_a,
         "dtype"_a = "float16", kPackDoc);
+  m.def("pack_groups", &py_pack_groups, "x"_a, "kept"_a, "kept_offsets"_a, "experts"_a, "k"_a,
+        "tiles"_a, "slots"_a, kPackGroupsDoc);
   m.def("combine", &py_combine, "rows"_a, "assignments"_a, "scores"_a, "out"_a,
         "accumulate"_a = false, kCombineDoc);
 }

@@ -67,6 +67,12 @@ def test_capacity_spills_the_last_and_prunes_the_least_important(seed):
     np.testing.assert_array_equal(np.diff(kept_offsets), np.minimum(loads, capacities))
 
 
+@pytest.fixture(params=core.isas())
+def isa(request, monkeypatch):
+    monkeypatch.setenv("MLX_MOE_ISA", request.param)
+
+
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 TO_NUMPY = {
     "float32": lambda tiles: tiles,
     "float16": lambda tiles: tiles.astype(np.float32),
@@ -74,10 +80,11 @@ TO_NUMPY = {
 }
 
 
-@pytest.mark.parametrize("source", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("width", [1, 17, 96])
+@pytest.mark.parametrize("source", DTYPES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_pack_gathers_and_pads(source, dtype):
-    tokens, top_k, experts, width = 40, 3, 6, 17
+def test_pack_gathers_and_pads(isa, source, dtype, width):
+    tokens, top_k, experts = 40, 3, 6
     x = mx.array(np.random.default_rng(1).standard_normal((tokens, width))).astype(source)
     mx.eval(x)
     order, offsets = core.bucket(route(tokens, top_k, experts), experts)
@@ -96,25 +103,93 @@ def test_pack_gathers_and_pads(source, dtype):
         assert not tile[len(bucket) :].any()
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_combine_is_a_weighted_sum(dtype):
+def widened(rows):
+    return np.array(rows.astype(mx.float32))
+
+
+def rounded(values, dtype):
+    return widened(mx.array(values).astype(dtype))
+
+
+def ordered_sum(values, assignments, scores, start):
+    """float32, one rounded product and sum after the other, in the order of the assignments."""
+    want = start.copy()
+    for i in np.argsort(assignments):
+        want[assignments[i] // scores.shape[1]] += scores.reshape(-1)[assignments[i]] * values[i]
+    return want
+
+
+@pytest.mark.parametrize("width", [1, 33, 192])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("out_dtype", DTYPES)
+def test_combine_is_a_weighted_sum(isa, dtype, out_dtype, width):
     random = np.random.default_rng(2)
-    tokens, top_k, width = 50, 4, 33
+    tokens, top_k = 50, 4
     assignments = random.permutation(tokens * top_k)[:150].astype(np.int32)
     rows = mx.array(random.standard_normal((150, width))).astype(dtype)
     scores = random.random((tokens, top_k)).astype(np.float32)
-    out = np.full((tokens, width), 7, np.float32)
-    mx.eval(rows)
+    out = mx.full((tokens, width), 7, out_dtype)
+    mx.eval(rows, out)
 
-    want = np.zeros((tokens, width))
-    weighted = scores.reshape(-1)[assignments, None].astype(float) * np.array(
-        rows.astype(mx.float32)
+    want = ordered_sum(widened(rows), assignments, scores, np.zeros((tokens, width), np.float32))
+    exact = np.zeros((tokens, width))
+    np.add.at(
+        exact,
+        assignments // top_k,
+        scores.reshape(-1)[assignments, None].astype(float) * widened(rows),
     )
-    np.add.at(want, assignments // top_k, weighted)
+    np.testing.assert_allclose(want, exact, rtol=0, atol=1e-5)
     core.combine(rows, assignments, scores, out)
-    np.testing.assert_allclose(out, want, rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(widened(out), rounded(want, out_dtype))
+    again = ordered_sum(widened(rows), assignments, scores, widened(out))
     core.combine(rows, assignments, scores, out, accumulate=True)
-    np.testing.assert_allclose(out, 2 * want, rtol=0, atol=2e-5)
+    np.testing.assert_array_equal(widened(out), rounded(again, out_dtype))
+
+
+def test_halves_beyond_float16_are_infinite_and_nan_stays(isa):
+    x = np.array([[65519.0, 65520.0, -1e9, np.inf, np.nan, 2.0**-24, 2.0**-26] * 5], np.float32)
+    tiles, _ = core.pack(x, ints(0), ints(0, 1), ints(0), 1, 1)
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(tiles[0], x.astype(np.float16))
+    out = floats(*x.shape)
+    core.combine(tiles[0], ints(0), floats(1, 1), out)
+    np.testing.assert_array_equal(out, tiles[0].astype(np.float32))
+
+
+@pytest.mark.parametrize("width", [7, 64, 2500])  # the last more than caches are left with
+def test_groups_pack_and_sum_together(isa, width):
+    """Tiles of any size in one call, their results and the overflow in another."""
+    tokens, top_k, experts = 300, 4, 8
+    random = np.random.default_rng(4)
+    ids = route(tokens, top_k, experts)
+    x = mx.array(random.standard_normal((tokens, width))).astype(mx.bfloat16)
+    scores = random.random((tokens, top_k)).astype(np.float32)
+    order, offsets = core.bucket(ids, experts)
+    capacities = np.array([96, 160, 160, 96, 192, 96, 32, 192], np.int32)
+    kept, kept_offsets, spilled = core.capacity(order, offsets, capacities)
+    assert len(spilled)
+    groups = [ints(3, 0, 5), ints(2, 1), ints(6), ints(4, 7)]
+    tiles = [np.full((len(g), capacities[g[0]], width), 7, np.float16) for g in groups]
+    slots = [np.full(tile.shape[:2], 7, np.int32) for tile in tiles]
+    mx.eval(x)
+    core.pack_groups(x, kept, kept_offsets, groups, top_k, tiles, slots)
+    for group, tile, slot in zip(groups, tiles, slots, strict=True):
+        want = core.pack(x, kept, kept_offsets, group, tile.shape[1], top_k)
+        np.testing.assert_array_equal(tile, want[0])
+        np.testing.assert_array_equal(slot, want[1])
+        one = [np.zeros_like(tile)], [np.zeros_like(slot)]
+        core.pack_groups(x, [kept], [kept_offsets], [group], top_k, *one)
+        np.testing.assert_array_equal(one[0][0], tile)
+
+    rows = [tile.reshape(-1, width) for tile in tiles] + [x[mx.array(spilled // top_k)]]
+    mx.eval(rows[-1])
+    out = floats(tokens, width)
+    core.combine(rows, [slot.reshape(-1) for slot in slots] + [spilled], scores, out)
+    values = widened(x.astype(mx.float16).astype(mx.float32))
+    values = np.repeat(values, top_k, 0)
+    values[spilled] = widened(x)[spilled // top_k]
+    want = ordered_sum(values, np.arange(ids.size), scores, np.zeros_like(out))
+    np.testing.assert_array_equal(out, want)
 
 
 def test_tiles_and_overflow_together_are_the_whole_layer():
@@ -202,10 +277,50 @@ BAD_CALLS = {
         r"out has shape \[2, 2\], expected \[2, 3\]",
         lambda: core.combine(floats(2, 3), ints(0, 1), floats(2, 1), floats(2, 2)),
     ),
-    "half out": (
-        "out must be float32",
+    "double out": (
+        "out must be float32, float16 or bfloat16",
+        lambda: core.combine(floats(2, 3), ints(0, 1), floats(2, 1), np.ones((2, 3))),
+    ),
+    "rows without assignments": (
+        "2 rows and 1 assignments",
+        lambda: core.combine([floats(1, 3)] * 2, [ints(0)], floats(2, 1), floats(2, 3)),
+    ),
+    "assignment twice in different parts": (
+        "assignment 1 is in rows 0 of part 0 and 1 of part 1",
         lambda: core.combine(
-            floats(2, 3), ints(0, 1), floats(2, 1), floats(2, 3).astype(np.float16)
+            [floats(1, 3), floats(2, 3)], [ints(1), ints(-1, 1)], floats(2, 1), floats(2, 3)
+        ),
+    ),
+    "parts of different widths": (
+        "rows have 2 values, out 3",
+        lambda: core.combine(
+            [floats(1, 3), floats(1, 2)], [ints(0), ints(1)], floats(2, 1), floats(2, 3)
+        ),
+    ),
+    "a group without slots": (
+        "1 tiles and 0 slots for 1 groups",
+        lambda: core.pack_groups(
+            floats(2, 3), ints(0), ints(0, 1), [ints(0)], 1, [floats(1, 1, 3)], []
+        ),
+    ),
+    "slots of another capacity": (
+        r"slots\[0\] has shape \[1, 2\], expected \[1, 1\]",
+        lambda: core.pack_groups(
+            floats(2, 3), ints(0), ints(0, 1), [ints(0)], 1, [floats(1, 1, 3)], [ints(0, 0)[None]]
+        ),
+    ),
+    "tiles of two dtypes": (
+        r"tiles\[1\] differs",
+        lambda: core.pack_groups(
+            *(floats(2, 3), ints(0), ints(0, 1, 1), [ints(0), ints(1)], 1),
+            [floats(1, 1, 3), floats(1, 1, 3).astype(np.float16)],
+            [ints(0)[None], ints(0)[None]],
+        ),
+    ),
+    "kept for some groups": (
+        "there are 2 kept",
+        lambda: core.pack_groups(
+            floats(2, 3), [ints(0)] * 2, [ints(0, 1)] * 2, [ints(0)], 1, [], []
         ),
     ),
 }

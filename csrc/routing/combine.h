@@ -2,17 +2,35 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "routing/pack.h"
 
 namespace mlx_moe {
 
-// out[t] = sum over rows i with assignments[i] / top_k == t of scores[assignments[i]] * rows[i],
-// summed in the order of the assignments whatever the order of the rows; out is [tokens, width],
-// scores [tokens, top_k]. A row whose assignment is -1 (an empty slot of a tile) is left out;
-// tokens without rows get zeros. `accumulate` adds to what out holds.
-// Throws Error before it writes on an assignment out of range or given twice.
-void combine(const Rows& rows, const int32_t* assignments, const float* scores, size_t tokens,
-             size_t top_k, bool accumulate, float* out);
+// Rows to sum: a tile of results, or rows computed elsewhere. Row i is that of assignments[i], or
+// of none where that is -1 (an empty slot of a tile).
+struct Part {
+  Rows rows;
+  const int32_t* assignments;  // [rows.count]
+};
+
+struct Scores {
+  const float* data;  // [tokens, top_k]
+  size_t tokens, top_k;
+};
+
+struct Sums {
+  Scalar type;
+  void* data;  // [tokens, width]
+  size_t width;
+};
+
+// out[t] = sum of scores[a] * the row of assignment a, over t's assignments a in their order
+// wherever their rows are, in float32, rounded to out's type at the end. Tokens without rows get
+// zeros. `accumulate` adds to what out holds.
+// Throws Error before it writes on an assignment out of range or given twice, and on rows of
+// another width than out's.
+void combine(std::span<const Part> parts, const Scores& scores, bool accumulate, const Sums& out);
 
 }  // namespace mlx_moe

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "routing/capacity.h"
 #include "support/half.h"
@@ -20,14 +21,21 @@ struct Tiling {
   size_t groups, capacity, top_k;
 };
 
+// A tile to fill from these buckets.
+struct Tile {
+  Buckets kept;
+  Tiling tiling;
+  void* rows;      // [groups, capacity, width]
+  int32_t* slots;  // [groups, capacity]
+};
+
 // Throws Error on a load above the capacity, an expert out of range or given twice, and an
 // assignment outside 0 .. x.count * top_k - 1.
-void check_pack(const Rows& x, const Buckets& kept, const Tiling& tiling);
+void check_pack(const Rows& x, std::span<const Tile> tiles);
 
-// Gathers the token rows x[assignment / top_k] into tiles [groups, capacity, width] of `type`;
-// slots [groups, capacity] names the assignment in each slot, -1 for an empty one, whose row is
-// zero. The arguments have passed check_pack.
-void pack(const Rows& x, const Buckets& kept, const Tiling& tiling, Scalar type, void* tiles,
-          int32_t* slots);
+// Gathers the token rows x[assignment / top_k] into tiles of `type`; slots names the assignment in
+// each slot, -1 for an empty one, whose row is zero. One call for all the tiles of a layer reads
+// and converts a token once. The arguments have passed check_pack.
+void pack(const Rows& x, std::span<const Tile> tiles, Scalar type);
 
 }  // namespace mlx_moe

@@ -94,6 +94,19 @@ def pack(
     k: int,
     dtype: Literal["float16", "bfloat16", "float32"] = "float16",
 ) -> tuple[NDArray[Any], NDArray[np.int32]]: ...
+def pack_groups(
+    x: Buffer,
+    kept: Buffer | Sequence[Buffer],
+    kept_offsets: Buffer | Sequence[Buffer],
+    experts: Sequence[Buffer],
+    k: int,
+    tiles: Sequence[Buffer],
+    slots: Sequence[Buffer],
+) -> None: ...
 def combine(
-    rows: Buffer, assignments: Buffer, scores: Buffer, out: Buffer, accumulate: bool = False
+    rows: Buffer | Sequence[Buffer],
+    assignments: Buffer | Sequence[Buffer],
+    scores: Buffer,
+    out: Buffer,
+    accumulate: bool = False,
 ) -> None: ...

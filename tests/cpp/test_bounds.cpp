@@ -11,6 +11,8 @@
 
 #include "experts/ffn.h"
 #include "random_matrix.h"
+#include "routing/combine.h"
+#include "routing/pack.h"
 #include "support/cpu.h"
 
 using namespace mlx_moe;
@@ -94,5 +96,33 @@ TEST_CASE("nothing outside the arrays is read or written") {
             }
           }
       }
+  unsetenv("MLX_MOE_ISA");
+}
+
+TEST_CASE("packing and summing rows touches nothing outside them") {
+  const size_t tokens = 3, k = 2, capacity = 5;
+  const int32_t kept[] = {0, 3, 4, 1, 5}, offsets[] = {0, 3, 5}, experts[] = {1, 0};
+  const float scores[tokens * k] = {1, 2, 3, 4, 5, 6};
+  for (bool at_end : {false, true})
+    for (size_t width : {1, 7, 16, 33, 130})
+      for (Scalar from : {Scalar::f32, Scalar::f16, Scalar::bf16})
+        for (Scalar to : {Scalar::f32, Scalar::f16, Scalar::bf16})
+          for (const auto& isa : usable_isas()) {
+            setenv("MLX_MOE_ISA", isa.c_str(), 1);
+            Memory memory{at_end, {}};
+            auto* x = memory.make(tokens * width * size_of(from));
+            for (size_t i = 0; i < tokens * width; ++i) store_scalar(from, x, i, 0.5f);
+            auto* rows = memory.make(2 * capacity * width * size_of(to));
+            auto* slots = reinterpret_cast<int32_t*>(memory.make(2 * capacity * 4));
+            auto* out = memory.make(tokens * width * size_of(from));
+            const Tile tile{{kept, 5, offsets, 2}, {experts, 2, capacity, k}, rows, slots};
+            pack({from, x, tokens, width}, {&tile, 1}, to);
+            const Part part{{to, rows, 2 * capacity, width}, slots};
+            combine({&part, 1}, {scores, tokens, k}, false, {from, out, width});
+            for (size_t t = 0; t < tokens; ++t) {
+              const float sums[] = {1.5f, 2.0f, 5.5f};  // scores of 0 1, 3, 4 5 times 0.5
+              CHECK(load_scalar(from, out, t * width + width - 1) == sums[t]);
+            }
+          }
   unsetenv("MLX_MOE_ISA");
 }

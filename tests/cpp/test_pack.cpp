@@ -1,7 +1,9 @@
 #include <doctest/doctest.h>
 
+#include <random>
 #include <vector>
 
+#include "routing/bucket.h"
 #include "routing/pack.h"
 #include "support/error.h"
 
@@ -31,10 +33,11 @@ Packed run(Scalar from, Scalar to, const Ints& kept, const Ints& offsets, const 
   Packed p{std::vector<char>(slots * 3 * size_of(to), 0x55), Ints(slots, 77)};
   const Rows rows{from, x.data(), 4, 3};
   const Buckets buckets{kept.data(), kept.size(), offsets.data(), offsets.size() - 1};
-  const Tiling tiling{experts.data(), experts.size(), capacity, top_k};
+  const Tile tile{
+      buckets, {experts.data(), experts.size(), capacity, top_k}, p.tiles.data(), p.slots.data()};
   check_buckets("offsets", buckets);
-  check_pack(rows, buckets, tiling);
-  pack(rows, buckets, tiling, to, p.tiles.data(), p.slots.data());
+  check_pack(rows, {&tile, 1});
+  pack(rows, {&tile, 1}, to);
   return p;
 }
 
@@ -61,6 +64,61 @@ TEST_CASE("pack of nothing is padding") {
   CHECK(run(Scalar::f32, Scalar::f16, {}, {0, 0}, {0}, 2).slots == Ints{-1, -1});
   CHECK(run(Scalar::f32, Scalar::f16, {}, {0}, {}, 2).slots.empty());
   CHECK(run(Scalar::f32, Scalar::f16, {}, {0, 0}, {0}, 0).slots.empty());
+}
+
+TEST_CASE("all tiles of a layer in one call, small ones and more than the caches hold") {
+  std::mt19937 random(5);
+  for (size_t width : {5, 2049}) {  // 2049: rows that start nowhere near a cache line
+    const size_t count = 600, top_k = 3, experts = 4, n = count * top_k;
+    std::vector<uint16_t> x(count * width);
+    for (auto& v : x) v = f32_to_bf16(float(int(random() % 256) - 128) / 16);
+    std::vector<uint32_t> ids(n);
+    for (auto& id : ids) id = uint32_t(random() % experts);
+    Ints order(n), offsets(experts + 1);
+    bucket(ids.data(), n, experts, order.data(), offsets.data());
+    // Buckets in two halves: a tile of experts 2 and 0, one of 3, and one of what is left of 2.
+    const int32_t half = (offsets[3] - offsets[2]) / 2;
+    const Ints rest_offsets{0, 0, 0, half, half}, first{2, 0}, second{3}, third{2};
+    Ints kept_offsets = offsets, kept(order.begin(), order.end());
+    kept.erase(kept.begin() + offsets[2], kept.begin() + offsets[2] + half);
+    for (size_t e : {3, 4}) kept_offsets[e] -= half;
+    const Buckets all{kept.data(), kept.size(), kept_offsets.data(), experts};
+    const Buckets rest{order.data() + offsets[2], size_t(half), rest_offsets.data(), experts};
+
+    std::vector<uint16_t> rows[3];
+    Ints slots[3];
+    const Buckets from[] = {all, all, rest};
+    const Ints* groups[] = {&first, &second, &third};
+    const size_t capacities[] = {500, 601, size_t(half)};
+    std::vector<Tile> tiles;
+    for (size_t i = 0; i < 3; ++i) {
+      rows[i].assign(groups[i]->size() * capacities[i] * width, 0x5555);
+      slots[i].assign(groups[i]->size() * capacities[i], 77);
+      tiles.push_back({from[i],
+                       {groups[i]->data(), groups[i]->size(), capacities[i], top_k},
+                       rows[i].data(),
+                       slots[i].data()});
+    }
+    check_pack({Scalar::bf16, x.data(), count, width}, tiles);
+    pack({Scalar::bf16, x.data(), count, width}, tiles, Scalar::f16);
+
+    size_t wrong = 0;
+    for (size_t i = 0; i < 3; ++i)
+      for (size_t g = 0; g < groups[i]->size(); ++g) {
+        const int32_t e = (*groups[i])[g], begin = from[i].offsets[e];
+        const size_t load = size_t(from[i].offsets[e + 1] - begin);
+        for (size_t s = 0; s < capacities[i]; ++s) {
+          const size_t at = g * capacities[i] + s;
+          const int32_t a = s < load ? from[i].order[begin + int32_t(s)] : -1;
+          wrong += slots[i][at] != a;
+          for (size_t c = 0; c < width; ++c) {
+            const float want = a < 0 ? 0.0f : bf16_to_f32(x[size_t(a) / top_k * width + c]);
+            wrong += f16_to_f32(rows[i][at * width + c]) != want;
+          }
+        }
+      }
+    CHECK(wrong == 0);
+  }
 }
 
 TEST_CASE("pack refuses what does not fit") {
