@@ -14,9 +14,7 @@ from mlx_moe.plan import Expected, Group, LayerPlan, Plan, Shared
 NOTHING = Expected(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0.0, 0.0)
 
 
-def group(
-    id: str, experts: list[int], tier: int, split: tuple[int, int], parts: int = 1
-) -> Group:
+def group(id: str, experts: list[int], tier: int, split: tuple[int, int], parts: int = 1) -> Group:
     return Group(id, tuple(experts), tier, split, parts, 0)
 
 

@@ -146,11 +146,7 @@ def _attribute(owner: Any, names: tuple[str, ...]) -> float | None:
 
 def _observed(module: Any, kind: str, name: str) -> tuple[Array, list[Array]]:
     """What the module computes between its matrices in f32, and the inputs (gate, up) or (x,)."""
-    far = 10.0 ** np.arange(2, 5)  # a limit that lies far out is still one
-    ramp = np.concatenate([np.linspace(-30, 30, 61), np.linspace(-4, 4, 67), far, -far])
-    ramp = ramp.astype(np.float32)
-    side = ramp.size if kind == "glu" else 1
-    inputs = [np.repeat(ramp, side), np.tile(ramp, side)][: 2 if kind == "glu" else 1]
+    inputs = _samples(kind)
     twin = shallow_copy(module, own_class(module))
     hidden: list[mx.array] = []
     *inner, last = PROJECTIONS[kind]
@@ -172,6 +168,17 @@ def _observed(module: Any, kind: str, name: str) -> tuple[Array, list[Array]]:
         raise UnsupportedLayer(
             f"{name}: the forward of {type(module).__name__} cannot be run by itself: {error}"
         ) from error
+
+
+def _samples(kind: str) -> list[Array]:
+    """f32 inputs, far ones too: a limit that lies far out is still one."""
+    near = np.concatenate([np.linspace(-30, 30, 61), np.linspace(-4, 4, 67)])
+    far, few = np.array([-1e4, -1e3, -100, 100, 1e3, 1e4]), np.array([1.0, 2.0, 5.0])
+    if kind == "mlp":
+        return [np.concatenate([near, far]).astype(np.float32)]
+    # Not far by every near: 1 + tanh(x) of a negative x has few digits, which far ones would show.
+    pairs = [np.meshgrid(*sides) for sides in ((near, near), (far, few), (few, far))]
+    return [np.concatenate([p[i].ravel() for p in pairs]).astype(np.float32) for i in range(2)]
 
 
 def _is_switch(module: Any, kind: str) -> bool:

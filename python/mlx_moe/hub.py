@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from .errors import HubError, InvalidArgument
 
@@ -86,7 +87,7 @@ def resolve(path_or_uri: str | Path) -> Path:
     from huggingface_hub import hf_hub_download, snapshot_download
 
     place = HubPath.parse(str(path_or_uri))
-    where = {"revision": place.revision, "repo_type": place.type, "local_dir": place.local}
+    where: dict[str, Any] = {"revision": place.revision, "repo_type": place.type, "local_dir": place.local}
     with _hub_errors(f"cannot read {place}"):
         if place.is_file:
             return Path(hf_hub_download(place.repo, place.path, **where))
@@ -142,7 +143,7 @@ def upload(path: str | Path, uri: str) -> None:
     if not path.exists():
         raise InvalidArgument(f"{path} is not there to be uploaded")
     api = HfApi()
-    where = {"repo_id": place.repo, "repo_type": place.type, "revision": place.revision}
+    where: dict[str, Any] = {"repo_id": place.repo, "repo_type": place.type, "revision": place.revision}
     with _hub_errors(f"cannot upload {path} (which is kept) to {place}"):
         api.create_repo(place.repo, repo_type=place.type, exist_ok=True)
         if path.is_dir():
