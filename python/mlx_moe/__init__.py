@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from .evaluation import Evaluation
     from .evaluator import evaluate
     from .loading import load
+    from .plan import Plan
+    from .planner import make_plan
     from .replace import replace_moe_layers, restore_moe_layers
     from .replacement import Replacement
 
@@ -30,6 +32,7 @@ __all__ = [
     "MoEError",
     "ModelNotFound",
     "NoMoELayers",
+    "Plan",
     "Replacement",
     "UnsupportedLayer",
     "__version__",
@@ -38,6 +41,7 @@ __all__ = [
     "core",
     "evaluate",
     "load",
+    "make_plan",
     "replace_linear_layers",
     "replace_moe_layers",
     "restore_linear_layers",
@@ -48,11 +52,13 @@ __all__ = [
 _MODULES = {
     "Calibration": "calibration",
     "Evaluation": "evaluation",
+    "Plan": "plan",
     "Replacement": "replacement",
     "calibrate": "calibration_run",
     "compile_plan": "compile",
     "evaluate": "evaluator",
     "load": "loading",
+    "make_plan": "planner",
     "replace_linear_layers": "dense",
     "replace_moe_layers": "replace",
     "restore_linear_layers": "dense",

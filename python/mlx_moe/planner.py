@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from .calibration import Calibration
 from .chunks import chunk_loads
@@ -20,6 +22,7 @@ from .residency import Curve, Point, SharedCost, curve, spend
 from .tiers import STEP, Ints, Tiers
 
 Array = NDArray[np.float64]
+PROGRESS_AFTER = 2.0  # seconds
 MEMORY_SHARE = 0.5  # of what the model leaves of the device's memory, by default
 
 
@@ -78,6 +81,7 @@ def make_plan(
     overflow: float | None = None,
     capacity_factor: float = 1.0,
     force_hot: float | None = None,
+    progress: bool = False,
 ) -> Plan:
     """Choose tiers, groups and residency for a calibrated model on a device.
 
@@ -95,6 +99,7 @@ def make_plan(
         capacity_factor: scales the capacities that were chosen.
         force_hot: make this share of the assignments hot even where that is slower, for runs
             that test the static path; the plan says so.
+        progress: show a progress bar on stderr if it takes more than two seconds.
 
     Raises:
         InvalidArgument: an unknown device, an argument out of range, or a memory budget that
@@ -117,7 +122,7 @@ def make_plan(
             )
         layers = plan_cpu(device, calibration.layers, loads, options.memory, chunk)
     else:
-        layers = plan_static(device, calibration.layers, loads, weights, chunk, options)
+        layers = plan_static(device, calibration.layers, loads, weights, chunk, options, progress)
     return Plan(
         calibration.identity,
         device.executor,
@@ -141,12 +146,14 @@ def plan_static(
     weights: str,
     chunk: int,
     options: Options,
+    progress: bool,
 ) -> list[LayerPlan]:
     timings = [
         Timing(device, expert_of(layer), weights, _shared_cost(device, layer, weights, chunk))
         for layer in facts
     ]
-    priced = _price(timings, loads, options)
+    bar = tqdm(total=2 * len(facts), unit="layer", delay=PROGRESS_AFTER, disable=not progress)
+    priced = _price(timings, loads, options, bar)
     curves = [
         curve(device, timing.expert, weights, x, tiers, timing.shared)
         for timing, x, (_, tiers) in zip(timings, loads, priced, strict=True)
@@ -154,17 +161,14 @@ def plan_static(
     chosen = _choose(curves, options)
     hot = [np.sort(c.order[: point.count]) for c, point in zip(curves, chosen, strict=True)]
     tiers = _final_tiers(timings, loads, hot, [price for price, _ in priced], options)
-    return [
-        plan_layer(
-            Layer(i, device, facts[i], weights, chunk, loads[i], options.force_hot is not None),
-            curves[i],
-            chosen[i],
-            hot[i],
-            tiers[i],
-            options.memory,
-        )
-        for i in range(len(facts))
-    ]
+    layers = []
+    for i in range(len(facts)):
+        forced = options.force_hot is not None
+        layer = Layer(i, device, facts[i], weights, chunk, loads[i], forced)
+        layers.append(plan_layer(layer, curves[i], chosen[i], hot[i], tiers[i], options.memory))
+        bar.update()
+    bar.close()
+    return layers
 
 
 def _shared_cost(device: Device, facts: LayerFacts, weights: str, chunk: int) -> SharedCost | None:
@@ -178,15 +182,18 @@ def _shared_cost(device: Device, facts: LayerFacts, weights: str, chunk: int) ->
 
 
 def _price(
-    timings: list[Timing], loads: list[Array], options: Options
+    timings: list[Timing], loads: list[Array], options: Options, bar: "tqdm[Any]"
 ) -> list[tuple[float, Tiers]]:
     """For every layer what overflow costs, and the tiers of all its experts at that."""
-    if options.target is None:
-        return [
-            fastest(timing, x, options.max_tiers) for timing, x in zip(timings, loads, strict=True)
-        ]
-    price, tiers = at_target(loads, options.target, options.max_tiers)
-    return [(price, of_layer) for of_layer in tiers]
+    if options.target is not None:
+        price, tiers = at_target(loads, options.target, options.max_tiers)
+        bar.update(len(loads))
+        return [(price, of_layer) for of_layer in tiers]
+    priced = []
+    for timing, x in zip(timings, loads, strict=True):
+        priced.append(fastest(timing, x, options.max_tiers))
+        bar.update()
+    return priced
 
 
 def _choose(curves: list[Curve], options: Options) -> list[Point]:

@@ -11,6 +11,7 @@ COMMANDS = {
     "run": "run any stock mlx-lm command with the models it loads replaced",
     "attach": "write a model directory that stock mlx-lm commands run replaced",
     "calibrate": "count, over a text, which tokens go to which experts",
+    "plan": "choose tiers, groups and the experts that are hot, for a device",
     "compile": "write the groups of a plan as Core ML packages",
     "evaluate": "compare what a plan's layers say with stock: accuracy, perplexity, divergence",
     "benchmark": "measure prefill and decode, stock against replaced",
