@@ -5,7 +5,8 @@
 Bandwidth is measured: threads read disjoint parts of an array larger than the last-level cache.
 The arithmetic peak is computed, cores x FLOP a cycle x the clock that the system reports; FLOP a
 cycle by instruction set (Intel's optimisation manual, Sapphire Rapids; one tile product of
-16 x 16 x 32 bf16 every 16 cycles): amx 1024 in bf16; avx512 64 and avx2 32 in f32.
+16 x 16 x 32 bf16 every 16 cycles): amx 1024 in bf16; vnni 128 (two products of 8 bits for one of
+15); avx512 64 and avx2 32 in f32.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from common import last_level_cache_bytes, print_machine, write_json  # noqa: E4
 
 from mlx_moe.tables import table  # noqa: E402
 
-FLOP_PER_CYCLE = {"amx": 1024, "avx512": 64, "avx2": 32, "neon": 32, "scalar": 4}
+FLOP_PER_CYCLE = {"amx": 1024, "vnni": 128, "avx512": 64, "avx2": 32, "neon": 32, "scalar": 4}
 DEFAULT_GHZ = 2.6
 
 
@@ -78,7 +79,7 @@ def main() -> None:
         threads: {
             "read_gb_per_s": bandwidth(threads) / 1e9,
             **{
-                f"{isa}_gflops": peak_flops(isa, threads) / 1e9 for isa in ("amx", "avx512", "avx2")
+                f"{isa}_gflops": peak_flops(isa, threads) / 1e9 for isa in ("amx", "vnni", "avx512", "avx2")
             },
         }
         for threads in options.threads

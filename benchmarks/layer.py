@@ -1,7 +1,7 @@
 """One MoE layer: our kernels against llama.cpp, kt-kernel and stock MLX, in turns in one run.
 
     python benchmarks/layer.py --shape qwen3 --tokens 1 8 16 32 64 512 --format q4 \
-        --routing zipf --isa amx avx512 avx2 --threads 2 --against llama kt kt@1 stock
+        --routing zipf --isa amx vnni avx512 avx2 --threads 2 --against llama kt kt@1 stock
 
 Every contestant is a process that builds its layers once and waits, stopped, for its turn; a
 round gives each one turn at each number of tokens. Layers are cycled and routed afresh at every
@@ -47,7 +47,7 @@ def options_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 16, 32, 64, 512])
     parser.add_argument("--format", choices=BITS_PER_WEIGHT, default="q4")
     parser.add_argument("--routing", choices=("zipf", "uniform"), default="zipf")
-    parser.add_argument("--isa", nargs="+", default=["best"], help="ours with each: amx avx512 ...")
+    parser.add_argument("--isa", nargs="+", default=["best"], help="ours with each: amx vnni ...")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
         "--against", nargs="*", default=["llama", "kt"], metavar="NAME[@THREADS]",

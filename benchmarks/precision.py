@@ -1,6 +1,6 @@
 """Error of the kernels against float64 on the same (dequantised) weights, beside stock's own.
 
-    python benchmarks/precision.py [--isa amx avx512 avx2 scalar] [--json F]
+    python benchmarks/precision.py [--isa amx vnni avx512 avx2 scalar] [--json F]
 
 Relative Frobenius error of the weighted sum of a layer's experts. Limits: f32 1e-5; bf16 and f16
 no more than 1.5 times stock's error on the same input, or 4.5e-3 where stock cannot run. Exits 1

@@ -247,6 +247,39 @@ def test_no_tokens(isa):
     )
 
 
+@pytest.mark.parametrize("fmt", ["q4g32", "q4g64", "q4g128", "mxfp4", "q8g64", "nvfp4"])
+@pytest.mark.parametrize("tokens", [1, 3, 9])
+@pytest.mark.parametrize(
+    "outlier, weighted", [(1e3, True), (1e3, False), (1e-30, True)], ids=str
+)
+def test_activations_of_uneven_size(isa, fmt, tokens, outlier, weighted):
+    """A column far larger or smaller than the rest, also one that the weights ignore."""
+    w = mx.random.normal((1, D, K)) / K**0.5
+    if not weighted:
+        w[:, :, 37] = 0
+    mode, bits, group = QUANTISED[fmt]
+    q, s, *b = mx.quantize(w.astype(mx.bfloat16), group, bits, mode=mode)
+    wide = mx.dequantize(q, s, *b, group_size=group, bits=bits, mode=mode, dtype=mx.float32)
+    x = mx.random.normal((tokens, K))
+    x[:, 37] = outlier
+    x = x.astype(mx.bfloat16)
+    mx.eval(q, s, x, wide, *b)
+    y = zeros((tokens, D), mx.float32)
+    core.linear(x, core.Matrix(q, s, *b, mode=mode, bits=bits, group_size=group), y)
+    assert error(y, f64(x) @ f64(wide)[0].T) < 4.5e-3
+
+
+def test_very_small_activations(isa):
+    matrix, w = make("q4g64", D, K, mx.bfloat16, experts=1)
+    x = (mx.random.normal((3, K)) * mx.array([[1e-30], [1e-36], [0.0]])).astype(mx.bfloat16)
+    y = zeros((3, D), mx.float32)
+    mx.eval(x)
+    core.linear(x, matrix, y)
+    want = f64(x) @ w[0].T
+    assert error(y[:1], want[:1]) < 4.5e-3
+    assert np.abs(f64(y[1:]) - want[1:]).max() < 1e-33
+
+
 def test_nan_stays_in_its_row(isa):
     gate, _ = make("q4g64", 64, 64, mx.bfloat16)
     x = np.ones((20, 64), np.float32)

@@ -8,7 +8,10 @@ const Kernel& kernel_for(const std::string& isa, Scalar activations, const Matri
   bool tiles = w.mode == Mode::dense ? activations == Scalar::bf16 && w.type == Scalar::bf16
                                      : activations != Scalar::f32;
   if (isa == "amx" && tiles) return amx_kernel;
-  if (isa == "amx" || isa == "avx512") return avx512_kernel;
+  // Activations of 15 bits: too coarse for float32.
+  bool codes = w.mode != Mode::dense && w.mode != Mode::mxfp8 && activations != Scalar::f32;
+  if (isa == "vnni" && codes) return vnni_kernel;
+  if (isa == "amx" || isa == "vnni" || isa == "avx512") return avx512_kernel;
   if (isa == "avx2") return avx2_kernel;
 #elif defined(__aarch64__)
   if (isa == "neon") return neon_kernel;

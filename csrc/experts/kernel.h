@@ -49,6 +49,6 @@ struct Kernel {
 // The kernel that multiplies w with activations of this type; `isa` as in usable_isas().
 const Kernel& kernel_for(const std::string& isa, Scalar activations, const Matrix& w);
 
-extern const Kernel scalar_kernel, avx2_kernel, avx512_kernel, amx_kernel, neon_kernel;
+extern const Kernel scalar_kernel, avx2_kernel, avx512_kernel, vnni_kernel, amx_kernel, neon_kernel;
 
 }  // namespace mlx_moe

@@ -1,0 +1,98 @@
+#pragma once
+
+// One token against rows of 4-bit codes, both along the columns: what decoding is made of. Each row
+// is read once, from its first byte to its last, which is what memory likes best.
+// Included by kernel_vnni.cpp only.
+
+#include "experts/fixed_point.h"
+#include "experts/vnni_codes.h"
+
+namespace mlx_moe {
+
+namespace {
+
+inline bool takes_vectors(const Matrix& m) { return m.bits == 4 && m.group >= 32; }
+
+// Lane i of a block of 128 columns multiplies columns 8i to 8i + 7: the scales of its lanes.
+template <int unit>
+inline __m512 lane_scales(const float* scale) {
+  if constexpr (unit == 64) {
+    __m512 first = _mm512_set1_ps(scale[0]);
+    return _mm512_mask_broadcastss_ps(first, 0xff00, _mm_load_ss(scale + 1));
+  }
+  const __m512i lanes = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+  return _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_loadu_ps(scale)), lanes);
+}
+
+inline __m512i dot(__m512i sum, __m512i codes, const char* digits) {
+  return _mm512_dpbusd_epi32(sum, codes, _mm512_loadu_si512(digits));
+}
+
+// The product of a row with its scale; `scale` [units] has the token's own in it.
+template <int unit, bool floats>
+__m512 dot_row(const uint8_t* src, size_t bytes, const float* scale, const char* x) {
+  __m512 total = _mm512_setzero_ps();
+  for (size_t at = 0; at < bytes; at += 64, scale += 128 / unit, x += kBlockBytes) {
+    _mm_prefetch(reinterpret_cast<const char*>(src) + at + kReadAhead, _MM_HINT_T0);
+    __m512i words = bytes - at >= 64
+                        ? _mm512_loadu_si512(src + at)
+                        : _mm512_maskz_loadu_epi8((__mmask64(1) << (bytes - at)) - 1, src + at);
+    __m512i even = four_columns<4>(words, 0), odd = four_columns<4>(words, 1);
+    if constexpr (floats) even = float_codes(even), odd = float_codes(odd);
+    __m512i high = dot(dot(__m512i{}, even, x), odd, x + kOdd);
+    __m512i low = dot(dot(__m512i{}, even, x + kLow), odd, x + kLow + kOdd);
+    __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 7), low));
+    total = _mm512_fmadd_ps(sum, lane_scales<unit>(scale), total);
+  }
+  return total;
+}
+
+// The scales of a row for each unit of 32 or 64 columns.
+template <int unit>
+void unit_scales(const Matrix& m, size_t expert, size_t row, float* scale, float* bias) {
+  unpack_scales<Simd>(m, expert, row, scale, bias);
+  if (m.group > unit)  // 128: two units each
+    for (size_t g = m.groups(); g-- > 0;) {
+      scale[2 * g] = scale[2 * g + 1] = scale[g];
+      bias[2 * g] = bias[2 * g + 1] = bias[g];
+    }
+}
+
+template <int unit, bool floats>
+void vector_rows(const Matrix& m, size_t expert, size_t row0, size_t rows, const FixedPanel& panel,
+                 const char* x, float* out) {
+  size_t n = m.cols / unit, units = (n + 15) / 16 * 16;
+  auto* scale = static_cast<float*>(scratch(4, 4 * units * sizeof(float)));
+  float *bias = scale + units, *token = bias + units, *sums = token + units;
+  auto* token_scales = reinterpret_cast<const float*>(x + panel.scales());
+  auto* token_sums = reinterpret_cast<const float*>(x + panel.sums(unit));
+  for (size_t u = 0; u < units; ++u) {
+    scale[u] = bias[u] = 0.f;
+    token[u] = u < n ? token_scales[u * unit / kGroup] : 0.f;
+    sums[u] = u < n ? token_sums[u] * (floats ? -12.f : 1.f) : 0.f;
+  }
+  for (size_t r = 0; r < rows; ++r) {
+    unit_scales<unit>(m, expert, row0 + r, scale, bias);
+    const float* offset = floats ? scale : bias;  // e2m1 codes have 12 added
+    __m512 total = _mm512_setzero_ps();
+    for (size_t u = 0; u < units; u += 16) {
+      __m512 s = _mm512_loadu_ps(scale + u);
+      total = _mm512_fmadd_ps(_mm512_loadu_ps(offset + u), _mm512_loadu_ps(sums + u), total);
+      _mm512_storeu_ps(scale + u, _mm512_mul_ps(s, _mm512_loadu_ps(token + u)));
+    }
+    __m512 rest = dot_row<unit, floats>(m.row(expert, row0 + r), m.row_bytes(), scale, x);
+    out[r] = _mm512_reduce_add_ps(_mm512_add_ps(total, rest));
+  }
+}
+
+using VectorRows = void (*)(const Matrix&, size_t, size_t, size_t, const FixedPanel&, const char*,
+                            float*);
+
+inline VectorRows vector_rows_for(const Matrix& m) {
+  if (m.mode != Mode::affine) return vector_rows<32, true>;
+  return m.group == 32 ? vector_rows<32, false> : vector_rows<64, false>;
+}
+
+}  // namespace
+
+}  // namespace mlx_moe
