@@ -20,10 +20,17 @@ constexpr size_t kChunkTokens = 2048;       // tokens whose y is held for the we
 constexpr size_t kAlone = 64 << 10;         // panel bytes or sums not worth waking a thread for
 constexpr size_t kAloneProducts = 1 << 18;  // and products
 
+// The kernels of a call: buckets of a few tokens may have one of their own.
+struct Kernels {
+  const Kernel *few, *many;
+  const Kernel& of(size_t tokens) const { return tokens <= kFewTokens ? *few : *many; }
+};
+
 // A bucket, or a part of one: tokens of one expert that share a panel.
 struct Unit {
   size_t expert, tokens;
   const int32_t* rows;
+  const Kernel* kernel;
   char *x, *h;
 };
 
@@ -42,26 +49,26 @@ void run(size_t n, bool alone, Fn&& fn) {
 
 // Runs fn(unit, first row, rows) over every block of w's rows for every unit.
 template <class Fn>
-void for_blocks(const Kernel& kernel, const std::vector<Unit>& units, const Matrix& w, Fn&& fn) {
-  size_t each = blocks(w.rows, kernel), tokens = 0;
+void for_blocks(const Kernels& kernels, const std::vector<Unit>& units, const Matrix& w, Fn&& fn) {
+  size_t each = std::max(blocks(w.rows, *kernels.few), blocks(w.rows, *kernels.many)), tokens = 0;
   for (const Unit& u : units) tokens += u.tokens;
   run(units.size() * each, tokens * w.rows * w.cols < kAloneProducts, [&](size_t i) {
-    size_t row = i % each * kernel.block_rows;
-    fn(units[i / each], row, std::min(kernel.block_rows, w.rows - row));
+    const Unit& u = units[i / each];
+    size_t size = u.kernel->block_rows, row = i % each * size;
+    if (row < w.rows) fn(u, row, std::min(size, w.rows - row));
   });
 }
 
-void pack_panels(const Kernel& kernel, const std::vector<Unit>& units, const Input& x,
-                 int32_t divide, size_t bytes) {
+void pack_panels(const std::vector<Unit>& units, const Input& x, int32_t divide, size_t bytes) {
   run(units.size(), bytes < kAlone, [&](size_t i) {
-    Gather rows{x.data, x.type, units[i].rows, x.cols, divide};
-    kernel.pack(rows, units[i].tokens, x.cols, units[i].x);
+    const Unit& u = units[i];
+    u.kernel->pack({x.data, x.type, u.rows, x.cols, divide}, u.tokens, x.cols, u.x);
   });
 }
 
 // Cuts the buckets into units and hands them out in waves whose panels fit the limit.
 template <class Fn>
-void for_waves(const Kernel& kernel, const std::vector<int32_t>& order,
+void for_waves(const Kernels& kernels, const std::vector<int32_t>& order,
                const std::vector<int32_t>& offsets, size_t x_cols, size_t h_cols, Fn&& fn) {
   std::vector<Unit> wave;
   std::vector<size_t> sizes;
@@ -71,7 +78,7 @@ void for_waves(const Kernel& kernel, const std::vector<int32_t>& order,
     char* p = static_cast<char*>(scratch(7, bytes));
     for (size_t i = 0; i < wave.size(); ++i) {
       wave[i].x = p;
-      wave[i].h = p + aligned(kernel.panel_bytes(wave[i].tokens, x_cols));
+      wave[i].h = p + aligned(wave[i].kernel->panel_bytes(wave[i].tokens, x_cols));
       p += sizes[i];
     }
     fn(wave, bytes);
@@ -80,12 +87,13 @@ void for_waves(const Kernel& kernel, const std::vector<int32_t>& order,
     bytes = 0;
   };
   for (size_t e = 0; e + 1 < offsets.size(); ++e)
-    for (size_t i = offsets[e], end = offsets[e + 1]; i < end; i += kernel.panel_tokens) {
-      size_t n = std::min(kernel.panel_tokens, end - i);
+    for (size_t i = offsets[e], end = offsets[e + 1]; i < end; i += kernels.many->panel_tokens) {
+      size_t n = std::min(kernels.many->panel_tokens, end - i);
+      const Kernel& kernel = kernels.of(n);
       size_t size = aligned(kernel.panel_bytes(n, x_cols)) +
                     (h_cols ? aligned(kernel.panel_bytes(n, h_cols)) : 0);
       if (bytes + size > kWaveBytes) flush();
-      wave.push_back({e, n, order.data() + i, nullptr, nullptr});
+      wave.push_back({e, n, order.data() + i, &kernel, nullptr, nullptr});
       sizes.push_back(size);
       bytes += size;
     }
@@ -124,24 +132,29 @@ void check_swiglu(const Input& x, const Routing& r, const Matrix& gate, const Ma
 
 // Panels go from product to product, so one kernel computes all three: where they would have
 // different ones, that of float32.
-const Kernel& swiglu_kernel(Scalar type, const Matrix& gate, const Matrix& up, const Matrix& down) {
+Kernels swiglu_kernels(Scalar type, const Matrix& gate, const Matrix& up, const Matrix& down) {
   std::string isa = chosen_isa();
-  const Kernel& kernel = kernel_for(isa, type, gate);
-  bool same = &kernel == &kernel_for(isa, type, up) && &kernel == &kernel_for(isa, type, down);
-  return same ? kernel : kernel_for(isa, Scalar::f32, gate);
+  auto common = [&](size_t tokens) {
+    const Kernel& kernel = kernel_for(isa, type, gate, tokens);
+    bool same = &kernel == &kernel_for(isa, type, up, tokens) &&
+                &kernel == &kernel_for(isa, type, down, tokens);
+    return same ? &kernel : &kernel_for(isa, Scalar::f32, gate, tokens);
+  };
+  return {common(kFewTokens), common(kFewTokens + 1)};
 }
 
 // Rows of y are numbered from the first token of the routing.
-void run_swiglu(const Kernel& kernel, const Input& x, const Routing& r, const Matrix& gate,
+void run_swiglu(const Kernels& kernels, const Input& x, const Routing& r, const Matrix& gate,
                 const Matrix& up, const Matrix& down, const Output& y) {
   Buckets b(r, gate.experts);
-  for_waves(kernel, b.order, b.offsets, gate.cols, gate.rows, [&](auto& units, size_t bytes) {
-    pack_panels(kernel, units, x, int32_t(r.k), bytes);
-    for_blocks(kernel, units, gate, [&](const Unit& u, size_t row, size_t rows) {
-      kernel.gate_up(gate, up, u.expert, row, rows, u.x, u.tokens, u.h);
+  for_waves(kernels, b.order, b.offsets, gate.cols, gate.rows, [&](auto& units, size_t bytes) {
+    pack_panels(units, x, int32_t(r.k), bytes);
+    for_blocks(kernels, units, gate, [&](const Unit& u, size_t row, size_t rows) {
+      u.kernel->gate_up(gate, up, u.expert, row, rows, u.x, u.tokens, u.h);
     });
-    for_blocks(kernel, units, down, [&](const Unit& u, size_t row, size_t rows) {
-      kernel.project(down, u.expert, row, rows, u.h, u.tokens, {y.data, y.type, u.rows, y.cols});
+    for_blocks(kernels, units, down, [&](const Unit& u, size_t row, size_t rows) {
+      Scatter to{y.data, y.type, u.rows, y.cols};
+      u.kernel->project(down, u.expert, row, rows, u.h, u.tokens, to);
     });
   });
 }
@@ -150,11 +163,13 @@ void run_swiglu(const Kernel& kernel, const Input& x, const Routing& r, const Ma
 void run_project(const Input& x, const std::vector<int32_t>& order,
                  const std::vector<int32_t>& offsets, int32_t divide, const Matrix& w,
                  const Output& y) {
-  const Kernel& kernel = kernel_for(chosen_isa(), x.type, w);
-  for_waves(kernel, order, offsets, w.cols, 0, [&](auto& units, size_t bytes) {
-    pack_panels(kernel, units, x, divide, bytes);
-    for_blocks(kernel, units, w, [&](const Unit& u, size_t row, size_t rows) {
-      kernel.project(w, u.expert, row, rows, u.x, u.tokens, {y.data, y.type, u.rows, y.cols});
+  std::string isa = chosen_isa();
+  Kernels kernels{&kernel_for(isa, x.type, w, kFewTokens), &kernel_for(isa, x.type, w)};
+  for_waves(kernels, order, offsets, w.cols, 0, [&](auto& units, size_t bytes) {
+    pack_panels(units, x, divide, bytes);
+    for_blocks(kernels, units, w, [&](const Unit& u, size_t row, size_t rows) {
+      Scatter to{y.data, y.type, u.rows, y.cols};
+      u.kernel->project(w, u.expert, row, rows, u.x, u.tokens, to);
     });
   });
 }
@@ -175,14 +190,14 @@ void swiglu(const Input& x, const Routing& r, const Matrix& gate, const Matrix& 
             const Matrix& down, const Output& y) {
   check_swiglu(x, r, gate, up, down);
   check_rows(y, r.tokens * r.k, down.rows);
-  run_swiglu(swiglu_kernel(x.type, gate, up, down), x, r, gate, up, down, y);
+  run_swiglu(swiglu_kernels(x.type, gate, up, down), x, r, gate, up, down, y);
 }
 
 void swiglu_combine(const Input& x, const Routing& r, const Input& scores, const Matrix& gate,
                     const Matrix& up, const Matrix& down, const Output& out) {
   check_swiglu(x, r, gate, up, down);
   check_rows(out, r.tokens, down.rows);
-  const Kernel& kernel = swiglu_kernel(x.type, gate, up, down);
+  Kernels kernels = swiglu_kernels(x.type, gate, up, down);
   for (size_t t0 = 0; t0 < r.tokens; t0 += kChunkTokens) {
     size_t n = std::min(kChunkTokens, r.tokens - t0), d = down.rows;
     auto at = [&](const void* p, size_t row_bytes) {
@@ -193,8 +208,8 @@ void swiglu_combine(const Input& x, const Routing& r, const Input& scores, const
     Input ps{at(scores.data, r.k * size_of(scores.type)), scores.type, n, r.k};
     Output po{const_cast<char*>(at(out.data, d * size_of(out.type))), out.type, n, d};
     Output y{scratch(6, n * r.k * d * size_of(x.type)), x.type, n * r.k, d};
-    run_swiglu(kernel, px, part, gate, up, down, y);
-    run(n, n * r.k * d < kAlone, [&](size_t t) { sum_assignments(kernel, y, ps, t, po); });
+    run_swiglu(kernels, px, part, gate, up, down, y);
+    run(n, n * r.k * d < kAlone, [&](size_t t) { sum_assignments(*kernels.many, y, ps, t, po); });
   }
 }
 

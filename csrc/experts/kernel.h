@@ -46,8 +46,12 @@ struct Kernel {
   void (*softmax)(float* scores, size_t n, size_t seen, float scale, void* out, Scalar out_type);
 };
 
-// The kernel that multiplies w with activations of this type; `isa` as in usable_isas().
-const Kernel& kernel_for(const std::string& isa, Scalar activations, const Matrix& w);
+constexpr size_t kFewTokens = 4;
+
+// The kernel that multiplies w with so many tokens' activations of this type; `isa` as in
+// usable_isas(). Up to kFewTokens, and beyond, it is the same for any number.
+const Kernel& kernel_for(const std::string& isa, Scalar activations, const Matrix& w,
+                         size_t tokens = kFewTokens + 1);
 
 extern const Kernel scalar_kernel, avx2_kernel, avx512_kernel, vnni_kernel, amx_kernel, neon_kernel;
 

@@ -16,7 +16,7 @@ constexpr size_t kBlockRows = 64, kPairRows = 32;
 #define _MM_HINT_T1 _MM_HINT_T1
 #endif
 constexpr size_t kStretch = 512;  // columns whose codes stay in the first-level cache
-constexpr int kFewTokens = 4;     // two digits of 2 x 4 sums
+constexpr int kBothTokens = 4;    // two digits of 2 x 4 sums
 constexpr int kTokens = 6;        // 2 x 6 whole and 2 x 6 float sums of 32 registers
 
 size_t min(size_t a, size_t b) { return a < b ? a : b; }
@@ -96,16 +96,16 @@ template <int steps, int tokens>
   __m512i small[2][tokens];
   for (int h = 0; h < 2; ++h)
     for (int t = 0; t < tokens; ++t) sum[h][t] = small[h][t] = _mm512_setzero_si512();
-  if constexpr (tokens <= kFewTokens)
+  if constexpr (tokens <= kBothTokens)
     dot_digits<steps, tokens>(codes, x, at, sum, small);
   else
     dot_digit<steps, tokens>(codes, x, at, sum);
   for (int h = 0; h < 2; ++h)
     for (int t = 0; t < tokens; ++t) {
       sum[h][t] = _mm512_slli_epi32(sum[h][t], 7);
-      if constexpr (tokens <= kFewTokens) sum[h][t] = _mm512_add_epi32(sum[h][t], small[h][t]);
+      if constexpr (tokens <= kBothTokens) sum[h][t] = _mm512_add_epi32(sum[h][t], small[h][t]);
     }
-  if constexpr (tokens > kFewTokens) dot_digit<steps, tokens>(codes, x, at + kLow, sum);
+  if constexpr (tokens > kBothTokens) dot_digit<steps, tokens>(codes, x, at + kLow, sum);
 }
 
 // out[t * kBlockRows + r] += dot(row r, token t) over the stretch
@@ -203,7 +203,8 @@ void product(const Matrix& m, size_t expert, size_t row0, size_t rows, const voi
               codes + 64 * i);
       }
       size_t at = c / size_t(m.group) * kPairRows;
-      Stretch s{codes, scale + at, bias + at, c, width / columns, m.group == 128, ahead, kPairRows * columns * bits / 8};
+      Stretch s{codes,           scale + at,     bias + at, c,
+                width / columns, m.group == 128, ahead,     kPairRows * columns * bits / 8};
       ahead += kPairRows * bytes;
       run(s, panel, xs, tokens, out + r0);
     }

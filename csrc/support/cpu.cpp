@@ -51,9 +51,9 @@ std::vector<std::string> detect() {
   bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  bool vnni = avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
-  bool amx = avx512 && __builtin_cpu_supports("avx512vbmi") &&
-             __builtin_cpu_supports("avx512bf16") && has_amx();
+  bool vnni =
+      avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
+  bool amx = vnni && __builtin_cpu_supports("avx512bf16") && has_amx();
   if (amx) isas.push_back("amx");
   if (vnni) isas.push_back("vnni");
   if (avx512) isas.push_back("avx512");
