@@ -6,7 +6,7 @@ Bandwidth is measured: threads read disjoint parts of an array larger than the l
 The arithmetic peak is computed, cores x FLOP a cycle x the clock that the system reports; FLOP a
 cycle by instruction set (Intel's optimisation manual, Sapphire Rapids; one tile product of
 16 x 16 x 32 bf16 every 16 cycles): amx 1024 in bf16; vnni 128 (two products of 8 bits for one of
-15); avx512 64 and avx2 32 in f32.
+16); avx512 64 and avx2 32 in f32.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def main() -> None:
         threads: {
             "read_gb_per_s": bandwidth(threads) / 1e9,
             **{
-                f"{isa}_gflops": peak_flops(isa, threads) / 1e9 for isa in ("amx", "vnni", "avx512", "avx2")
+                f"{isa}_gflops": peak_flops(isa, threads) / 1e9
+                for isa in ("amx", "vnni", "avx512", "avx2")
             },
         }
         for threads in options.threads

@@ -1,8 +1,8 @@
 #pragma once
 
-// Activations as 15-bit whole numbers in two signed digits of 7 bits and a bit, with one scale a
-// group of 64 columns: what AVX512-VNNI multiplies with a weight's codes, exactly. The error,
-// 2^-15 of the group's largest value, is below bfloat16's own. Included by kernel_vnni.cpp only.
+// Activations as 16-bit whole numbers in two signed digits, with one scale a group of 64 columns:
+// what AVX512-VNNI multiplies with a weight's codes, exactly. The error, 2^-16 of the group's
+// largest value, is below bfloat16's own. Included by kernel_vnni.cpp only.
 
 #include <immintrin.h>
 
@@ -14,8 +14,8 @@ namespace mlx_moe {
 namespace {
 
 constexpr size_t kGroup = 64;       // columns that share a scale
-constexpr float kLargest = 16319;   // 127 * 128 + 63
-constexpr float kSmallest = 5e-35;  // below, a group counts as zero: its scale would overflow
+constexpr float kLargest = 32639;   // 127 * 256 + 127
+constexpr float kSmallest = 1e-34;  // below, a group counts as zero: its scale would overflow
 
 // Rows of a panel: digits [blocks of 128 columns][high, low][even columns, odd columns][64], as
 // 4-bit codes lie in their bytes, then for each group its scale and the sums of its values by 16,
@@ -56,8 +56,8 @@ inline void store_group(const float* x, size_t g, const FixedPanel& panel, char*
   float sums[4];
   for (int i = 0; i < 4; ++i) {
     __m512i whole = zero ? __m512i{} : _mm512_cvtps_epi32(_mm512_mul_ps(v[i], inverse));
-    __m512i up = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(64)), 7);
-    __m512i down = _mm512_sub_epi32(whole, _mm512_slli_epi32(up, 7));
+    __m512i up = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
+    __m512i down = _mm512_sub_epi32(whole, _mm512_slli_epi32(up, 8));
     _mm_store_si128((__m128i*)(high + 16 * i), _mm512_cvtepi32_epi8(up));
     _mm_store_si128((__m128i*)(low + 16 * i), _mm512_cvtepi32_epi8(down));
     sums[i] = scale * float(_mm512_reduce_add_epi32(whole));

@@ -8,7 +8,7 @@ const Kernel& kernel_for(const std::string& isa, Scalar activations, const Matri
   // Tiles multiply bfloat16: too coarse for float32, and for finer dense weights.
   bool tiles = w.mode == Mode::dense ? activations == Scalar::bf16 && w.type == Scalar::bf16
                                      : activations != Scalar::f32;
-  // Activations of 15 bits: too coarse for float32.
+  // Activations of 16 bits: too coarse for float32.
   bool codes = w.mode != Mode::dense && w.mode != Mode::mxfp8 && activations != Scalar::f32;
   // A machine with tiles has VNNI too, which has less to prepare.
   if (codes && (isa == "vnni" || (isa == "amx" && tokens <= kFewTokens))) return vnni_kernel;

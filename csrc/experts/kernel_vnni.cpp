@@ -1,4 +1,4 @@
-// AVX512-VNNI: 15-bit activations against the codes of quantised weights, exact sums of whole
+// AVX512-VNNI: 16-bit activations against the codes of quantised weights, exact sums of whole
 // numbers within a group. Twice the multiplications of float32 an instruction, and codes need
 // little unpacking.
 
@@ -89,7 +89,7 @@ template <int steps, int tokens>
   }
 }
 
-// Exact sums of codes times 15-bit activations over one unit.
+// Exact sums of codes times 16-bit activations over one unit.
 template <int steps, int tokens>
 [[gnu::always_inline]] inline void dot_unit(const uint8_t* codes, const char* const (&x)[tokens],
                                             size_t at, __m512i (&sum)[2][tokens]) {
@@ -102,7 +102,7 @@ template <int steps, int tokens>
     dot_digit<steps, tokens>(codes, x, at, sum);
   for (int h = 0; h < 2; ++h)
     for (int t = 0; t < tokens; ++t) {
-      sum[h][t] = _mm512_slli_epi32(sum[h][t], 7);
+      sum[h][t] = _mm512_slli_epi32(sum[h][t], 8);
       if constexpr (tokens <= kBothTokens) sum[h][t] = _mm512_add_epi32(sum[h][t], small[h][t]);
     }
   if constexpr (tokens > kBothTokens) dot_digit<steps, tokens>(codes, x, at + kLow, sum);

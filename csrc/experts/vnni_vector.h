@@ -41,7 +41,7 @@ __m512 dot_row(const uint8_t* src, size_t bytes, const float* scale, const char*
     if constexpr (floats) even = float_codes(even), odd = float_codes(odd);
     __m512i high = dot(dot(__m512i{}, even, x), odd, x + kOdd);
     __m512i low = dot(dot(__m512i{}, even, x + kLow), odd, x + kLow + kOdd);
-    __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 7), low));
+    __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
     total = _mm512_fmadd_ps(sum, lane_scales<unit>(scale), total);
   }
   return total;
