@@ -1,5 +1,6 @@
 """What a plan expects, layer by layer and overall: as JSON and as a table."""
 
+import re
 from typing import Any
 
 from .cost import break_even, expert_of, package_experts
@@ -169,15 +170,20 @@ def _notes(found: dict[str, Any]) -> list[str]:
         notes.append(
             f"forced: {share:.0%} of the assignments were made hot without asking the cost"
         )
-    for reason, layers in _reasons(found["layers"]).items():
-        names = layers if len(layers) <= 3 else [layers[0], "...", layers[-1]]
-        notes.append(f"{', '.join(names)}: {reason}")
+    for reasons in _alike(found["layers"]):
+        names = [layer for layer, _ in reasons]
+        if len(names) > 3:
+            names = [names[0], "...", names[-1]]
+        example = " (numbers of the first)" if len({reason for _, reason in reasons}) > 1 else ""
+        notes.append(f"{', '.join(names)}: {reasons[0][1]}{example}")
     return notes
 
 
-def _reasons(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
-    reasons: dict[str, list[str]] = {}
+def _alike(rows: list[dict[str, Any]]) -> list[list[tuple[str, str]]]:
+    """Layers and their reasons, those together that differ in numbers only."""
+    groups: dict[str, list[tuple[str, str]]] = {}
     for row in rows:
         if row["reason"] is not None:
-            reasons.setdefault(row["reason"], []).append(row["layer"])
-    return reasons
+            kind = re.sub(r"[\d.]+", "", row["reason"])
+            groups.setdefault(kind, []).append((row["layer"], row["reason"]))
+    return list(groups.values())

@@ -181,6 +181,7 @@ def _panel(axes: Any, plan: Plan, layer: LayerPlan, loads: Array) -> None:
             xytext=(0, 3),
             ha="center",
             fontsize=8,
+            bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.3},
         )
     expected = layer.expected
     facts = f"Gini {expected.gini:.2f}, {len(layer.hot or layer.packed)} hot"

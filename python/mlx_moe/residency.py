@@ -38,8 +38,9 @@ class Curve:
     """What a layer takes with more and more experts hot.
 
     Attributes:
-        order: experts by what the cold path saves for each second of the static executor.
-        winners: how many of them the static executor wins for; they come first.
+        order: experts by what the cold path saves for each second of the static executor; those
+            that it does not win for after them, by load.
+        winners: how many of them the static executor wins for.
         hot: [E + 1], share of all assignments computed statically with the first n hot.
         points: choices among the winners, the first with nothing hot.
         expert_bytes, shared_bytes: of each hot copy; None where there is no shared expert.
@@ -85,7 +86,8 @@ def curve(
     saved = (cold - spilled).mean(axis=0)
     spent = busy + parts * device["dispatch_seconds"] / most
     wins = saved > spent
-    order = np.lexsort((-saved / spent, ~wins))
+    gain = np.where(wins, saved / spent, loads.mean(axis=0))
+    order = np.lexsort((-gain, ~wins))
     winners = int(wins.sum())
 
     static = _first(busy[order]) + device["dispatch_seconds"] * parts * _programs(
