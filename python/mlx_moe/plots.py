@@ -57,6 +57,7 @@ def _order(layer: LayerPlan, loads: Array) -> tuple[NDArray[np.int64], NDArray[n
 
 def popularity(figures: Any, plan: Plan, loads: list[Array]) -> Any:
     """Layers by experts, coloured by load; the experts of a tier are outlined together."""
+    from matplotlib.colors import PowerNorm
     from matplotlib.patches import Rectangle
 
     widest = max(layer.facts.experts for layer in plan.layers)
@@ -78,8 +79,7 @@ def popularity(figures: Any, plan: Plan, loads: list[Array]) -> Any:
         heat,
         aspect="auto",
         cmap="Greys",
-        vmin=0,
-        vmax=max(most, 1.0),
+        norm=PowerNorm(0.5, 0, max(most, 1.0)),  # that the many small ones can be told apart
         extent=(0, widest, len(plan.layers), 0),
         interpolation="nearest",
     )
@@ -100,7 +100,9 @@ def popularity(figures: Any, plan: Plan, loads: list[Array]) -> Any:
     axes.set_yticks([i + 0.5 for i in places], [_short(plan.layers[i].name) for i in places])
     axes.tick_params(axis="y", labelsize=8)
     axes.set_title(f"Popularity of experts, {plan.identity.name} on {plan.device.name}")
-    figure.colorbar(image, ax=axes, label="load / mean load", extend="max", pad=0.01)
+    figure.colorbar(
+        image, ax=axes, label="load / mean load", extend="max", extendfrac=0.02, pad=0.01
+    )
     if handles := _legend(plan):
         figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
     return figure

@@ -38,8 +38,8 @@ class Curve:
     """What a layer takes with more and more experts hot.
 
     Attributes:
-        order: experts by what the cold path saves for each second of the static executor; those
-            that it does not win for after them, by load.
+        order: experts by what the cold path saves, or saves for each second of the static
+            executor; those that it does not win for after them, by load.
         winners: how many of them the static executor wins for.
         hot: [E + 1], share of all assignments computed statically with the first n hot.
         points: choices among the winners, the first with nothing hot.
@@ -86,16 +86,29 @@ def curve(
     saved = (cold - spilled).mean(axis=0)
     spent = busy + parts * device["dispatch_seconds"] / most
     wins = saved > spent
-    gain = np.where(wins, saved / spent, loads.mean(axis=0))
-    order = np.lexsort((-gain, ~wins))
     winners = int(wins.sum())
-
-    static = _first(busy[order]) + device["dispatch_seconds"] * parts * _programs(
-        tiers, order, most
-    )
-    left = cold.sum(axis=1, keepdims=True) - _first((cold - spilled)[:, order])
-    served = _first((loads - over).mean(axis=0)[order]) / max(loads.mean(axis=0).sum(), 1e-12)
     size = expert.static_bytes(weights)
+    kept = (loads - over).mean(axis=0) / max(loads.mean(axis=0).sum(), 1e-12)
+
+    best: Curve | None = None
+    for gain in (saved, saved / spent):  # which is better depends on which path is the longer
+        order = np.lexsort((-np.where(wins, gain, loads.mean(axis=0)), ~wins))
+        programs = parts * _programs(tiers, order, most)
+        static = _first(busy[order]) + device["dispatch_seconds"] * programs
+        left = cold.sum(axis=1, keepdims=True) - _first((cold - spilled)[:, order])
+        points = _points(device, static[: winners + 1], left[:, : winners + 1], size, shared)
+        shared_bytes = shared.bytes if shared else None
+        found = Curve(order, winners, _first(kept[order]), points, size, shared_bytes)
+        if best is None or found.best().seconds < best.best().seconds:
+            best = found
+    assert best is not None
+    return best
+
+
+def _points(
+    device: Device, static: Array, left: Array, size: int, shared: SharedCost | None
+) -> list[Point]:
+    """Choices for static seconds [n + 1] and cold ones [chunks, n + 1] with 0 to n hot experts."""
     points = []
     for hot in (False, True) if shared else (False,):
         beside = shared or SharedCost(0, 0, 0)
@@ -103,10 +116,10 @@ def curve(
         more_cold = 0 if hot else beside.cold
         seconds = layer_seconds(device, static + more_static, left + more_cold).mean(axis=0)
         points += [
-            Point(n, hot, n * size + (beside.bytes if hot else 0), float(seconds[n]))
-            for n in range(winners + 1)
+            Point(n, hot, n * size + (beside.bytes if hot else 0), float(each))
+            for n, each in enumerate(seconds)
         ]
-    return Curve(order, winners, served, points, size, shared.bytes if shared else None)
+    return points
 
 
 def _first(values: Array) -> Array:
