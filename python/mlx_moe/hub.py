@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from .errors import HubError, InvalidArgument
+from .errors import HubError, InvalidArgument, MoEError
 
 SCHEME = "hf://"
 TYPES = {"models": "model", "datasets": "dataset", "spaces": "space"}
@@ -36,7 +36,7 @@ class HubPath:
 
         Raises InvalidArgument for anything else.
         """
-        parts = uri.removeprefix(SCHEME).strip("/").split("/")
+        parts = uri.removeprefix(SCHEME).removesuffix("/").split("/")
         kind = TYPES[parts.pop(0)] if parts[0] in TYPES else "model"
         revisions = [part.partition("@")[2] for part in parts if "@" in part]
         parts = [part.partition("@")[0] for part in parts]
@@ -87,7 +87,11 @@ def resolve(path_or_uri: str | Path) -> Path:
     from huggingface_hub import hf_hub_download, snapshot_download
 
     place = HubPath.parse(str(path_or_uri))
-    where: dict[str, Any] = {"revision": place.revision, "repo_type": place.type, "local_dir": place.local}
+    where: dict[str, Any] = {
+        "revision": place.revision,
+        "repo_type": place.type,
+        "local_dir": place.local,
+    }
     with _hub_errors(f"cannot read {place}"):
         if place.is_file:
             return Path(hf_hub_download(place.repo, place.path, **where))
@@ -143,7 +147,11 @@ def upload(path: str | Path, uri: str) -> None:
     if not path.exists():
         raise InvalidArgument(f"{path} is not there to be uploaded")
     api = HfApi()
-    where: dict[str, Any] = {"repo_id": place.repo, "repo_type": place.type, "revision": place.revision}
+    where: dict[str, Any] = {
+        "repo_id": place.repo,
+        "repo_type": place.type,
+        "revision": place.revision,
+    }
     with _hub_errors(f"cannot upload {path} (which is kept) to {place}"):
         api.create_repo(place.repo, repo_type=place.type, exist_ok=True)
         if path.is_dir():
@@ -160,10 +168,12 @@ def upload(path: str | Path, uri: str) -> None:
 
 @contextmanager
 def _hub_errors(what: str) -> Iterator[None]:
-    from huggingface_hub.errors import HFValidationError
-
     try:
         yield
-    except (OSError, HFValidationError, ValueError) as error:  # the hub's own are OSErrors
+    except MoEError:
+        raise
+    except (
+        Exception
+    ) as error:  # the hub's, its HTTP library's, and the system's have no common base
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise HubError(f"{what}: {reason}") from error
