@@ -5,14 +5,17 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "experts/matrix.h"
+#include "experts/packed.h"
 #include "support/error.h"
 #include "support/half.h"
 
@@ -43,10 +46,18 @@ const uint32_t* id_data(const Array& ids, const char* what);
 // Counts a call, for tests that assert what ran.
 void count_call(const char* function);
 
+// Copies of experts, and the buffers that they were made from: kept, so that no other array can
+// come to lie at the same address.
+struct HeldPacked {
+  PackedExperts experts;
+  std::vector<Array> arrays;
+};
+
 // A Matrix and the buffers that it reads.
 struct HeldMatrix {
   Matrix m;
   std::vector<Array> arrays;
+  std::shared_ptr<HeldPacked> packed;
 };
 
 void bind_matrix(nb::module_& m);

@@ -58,7 +58,7 @@ void require_same_shape(const Array& a, const Array& b, const char* what) {
 
 void make_matrix(HeldMatrix* self, nb::object weight, nb::object scales, nb::object biases,
                  const std::string& mode, int bits, int group_size, nb::object global_scale,
-                 nb::object bias) {
+                 nb::object bias, std::shared_ptr<HeldPacked> packed) {
   Matrix m;
   std::vector<Array> arrays;
   auto held = [&](const nb::object& o, const char* what) {
@@ -104,7 +104,13 @@ void make_matrix(HeldMatrix* self, nb::object weight, nb::object scales, nb::obj
     m.added = static_cast<const uint8_t*>(b.data());
   }
   validate(m);
-  new (self) HeldMatrix{m, std::move(arrays)};
+  if (packed) m.packed = packed->experts.table(m);
+  new (self) HeldMatrix{m, std::move(arrays), std::move(packed)};
+}
+
+std::shared_ptr<HeldPacked> make_packed(const HeldMatrix& h, const std::vector<size_t>& experts) {
+  nb::gil_scoped_release release;
+  return std::make_shared<HeldPacked>(HeldPacked{PackedExperts(h.m, experts), h.arrays});
 }
 
 size_t matrix_bytes(const HeldMatrix& h) {
@@ -118,6 +124,14 @@ size_t matrix_bytes(const HeldMatrix& h) {
 }  // namespace
 
 void bind_matrix(nb::module_& m) {
+  nb::class_<HeldPacked>(
+      m, "Packed",
+      "Copies of some experts of a Matrix in the kernels' own layout, for its `packed`.\n\n"
+      "With tiles (isa 'amx'), many bfloat16 or float16 tokens are multiplied with such\n"
+      "experts without unpacking them; the copies are bfloat16. Empty (nbytes 0) where the\n"
+      "kernel in use has no such layout. Raises InvalidArgument on an expert out of range.")
+      .def(nb::new_(&make_packed), "matrix"_a, "experts"_a)
+      .def_prop_ro("nbytes", [](const HeldPacked& h) { return h.experts.bytes(); });
   nb::class_<HeldMatrix>(
       m, "Matrix",
       "Stacked expert weights, read where they are (the arrays are kept alive).\n\n"
@@ -125,11 +139,12 @@ void bind_matrix(nb::module_& m) {
       "[E, N, K * bits / 32] with scales [E, N, K / group_size] (and biases of that\n"
       "shape for mode 'affine'; uint8 scales for 'mxfp4', 'mxfp8', 'nvfp4'; float32\n"
       "global_scale [E] for 'nvfp4'). Two dimensions are one expert. bias [E, N] is\n"
-      "added to the output. Raises InvalidArgument where shapes, bits and group_size\n"
-      "do not agree. Layout: mlx.core.quantize's documentation.")
+      "added to the output. packed is used if it was made from the same arrays. Raises\n"
+      "InvalidArgument where shapes, bits and group_size do not agree. Layout:\n"
+      "mlx.core.quantize's documentation.")
       .def("__init__", &make_matrix, "weight"_a, "scales"_a = nb::none(), "biases"_a = nb::none(),
            nb::kw_only(), "mode"_a = "affine", "bits"_a = 0, "group_size"_a = 0,
-           "global_scale"_a = nb::none(), "bias"_a = nb::none())
+           "global_scale"_a = nb::none(), "bias"_a = nb::none(), "packed"_a = nb::none())
       .def_prop_ro("experts", [](const HeldMatrix& h) { return h.m.experts; })
       .def_prop_ro("rows", [](const HeldMatrix& h) { return h.m.rows; })
       .def_prop_ro("cols", [](const HeldMatrix& h) { return h.m.cols; })

@@ -55,6 +55,20 @@ def make(fmt, rows, cols, dtype=mx.float32, experts=E, ignored=()):
     return core.Matrix(q, s, b, mode=mode, bits=bits, group_size=group), f64(wide)
 
 
+def parts(fmt, rows, cols, dtype, experts=E):
+    """The arguments of core.Matrix for a stacked weight in a format."""
+    w = mx.random.normal((experts, rows, cols)) / cols**0.5
+    if fmt in DTYPES:
+        given = {"weight": w.astype(DTYPES[fmt])}
+    else:
+        mode, bits, group = QUANTISED[fmt]
+        arrays = mx.quantize(w.astype(dtype), group, bits, mode=mode)
+        given = dict(zip(("weight", "scales", "biases"), arrays, strict=False))
+        given |= {"mode": mode, "bits": bits, "group_size": group}
+    mx.eval(*[a for a in given.values() if isinstance(a, mx.array)])
+    return given
+
+
 def route(tokens, k, experts=E):
     ids = np.stack([np.random.permutation(experts)[:k] for _ in range(tokens)])
     return mx.array(ids.astype(np.uint32))
@@ -167,6 +181,31 @@ def test_global_scale(isa, mode):
     core.grouped(x, ids, core.Matrix(q, s, mode=mode, global_scale=top), y)
     want = np.einsum("tjnk,tk->tjn", f64(wide)[np.array(ids)], f64(x))
     assert error(y, want) < 2e-6
+
+
+@pytest.mark.parametrize("fmt", ["q4g64", "q6g32", "mxfp8", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("tokens", [1, 5, 90])
+def test_packed_experts_give_the_same_bits(isa, fmt, dtype, tokens):
+    dt = DTYPES[dtype]
+    arrays = [parts(fmt, *shape, dt) for shape in ((192, K), (192, K), (D + 3, 192))]
+    plain = [core.Matrix(**a) for a in arrays]
+    copies = [core.Packed(m, [3, 0, 3]) for m in plain]
+    packed = [core.Matrix(**a, packed=c) for a, c in zip(arrays, copies, strict=True)]
+    other = [core.Matrix(**parts(fmt, 192, K, dt), packed=copies[0]), *plain[1:]]
+    x, ids = rows(tokens, K, dt), route(tokens, 2)
+    results = [zeros((tokens, 2, D + 3), dt) for _ in range(3)]
+    for matrices, y in zip((plain, packed, other), results, strict=True):
+        core.swiglu(x, ids, *matrices, y)
+    assert np.array_equal(f64(results[0]), f64(results[1]))
+    assert not np.array_equal(f64(results[0]), f64(results[2])), "copies of other arrays were used"
+    tiles = 192 // 16 * (K // 32) * 1024
+    assert copies[0].nbytes == (2 * tiles if isa == "amx" and fmt != "float32" else 0)
+
+
+def test_packed_expert_out_of_range():
+    with pytest.raises(InvalidArgument, match="expert 5 of 5"):
+        core.Packed(make("q4g64", FF, K)[0], [5])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -41,14 +41,20 @@ inline void zero_sums() {
   _tile_zero(3);
 }
 
+// Two row tiles of A for one block of 32 columns, and how far the next block's are.
+struct RowTiles {
+  const uint16_t *first, *second;
+  size_t step;
+};
+
 // C += A B over `blocks` blocks of 32 columns: two row tiles against two token tiles, which lie
 // `stride` values apart.
-inline void multiply_pair(const uint16_t* a, const uint16_t* b, size_t stride, size_t blocks) {
-  for (size_t i = 0; i < blocks; ++i, a += 2 * kTile, b += kTile) {
-    _tile_loadd(4, a, 64);
+inline void multiply_pair(const RowTiles& a, const uint16_t* b, size_t stride, size_t blocks) {
+  for (size_t i = 0; i < blocks; ++i, b += kTile) {
+    _tile_loadd(4, a.first + i * a.step, 64);
     _tile_loadd(6, b, 64);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(5, a + kTile, 64);
+    _tile_loadd(5, a.second + i * a.step, 64);
     _tile_dpbf16ps(2, 5, 6);
     _tile_loadd(7, b + stride, 64);
     _tile_dpbf16ps(1, 4, 7);
@@ -58,18 +64,18 @@ inline void multiply_pair(const uint16_t* a, const uint16_t* b, size_t stride, s
 
 // The same against one token tile. Every other block adds to the second pair of sums: a product
 // takes three times as long as the next one could start after it.
-inline void multiply_single(const uint16_t* a, const uint16_t* b, size_t blocks) {
-  for (size_t i = 0; i < blocks; i += 2, a += 4 * kTile, b += 2 * kTile) {
-    _tile_loadd(4, a, 64);
+inline void multiply_single(const RowTiles& a, const uint16_t* b, size_t blocks) {
+  for (size_t i = 0; i < blocks; i += 2, b += 2 * kTile) {
+    _tile_loadd(4, a.first + i * a.step, 64);
     _tile_loadd(6, b, 64);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(5, a + kTile, 64);
+    _tile_loadd(5, a.second + i * a.step, 64);
     _tile_dpbf16ps(2, 5, 6);
     if (i + 1 == blocks) return;
-    _tile_loadd(4, a + 2 * kTile, 64);
+    _tile_loadd(4, a.first + (i + 1) * a.step, 64);
     _tile_loadd(7, b + kTile, 64);
     _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(5, a + 3 * kTile, 64);
+    _tile_loadd(5, a.second + (i + 1) * a.step, 64);
     _tile_dpbf16ps(3, 5, 7);
   }
 }

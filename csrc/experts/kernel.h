@@ -44,6 +44,11 @@ struct Kernel {
                   void* out, Scalar out_type);
   // out [n] = softmax(scale * scores[0 : seen]), zero beyond; scores is overwritten
   void (*softmax)(float* scores, size_t n, size_t seen, float scale, void* out, Scalar out_type);
+  // Weight rows in the kernel's own layout, which gate_up and project read where m.packed has
+  // them; null where a kernel would gain nothing.
+  size_t (*packed_bytes)(const Matrix& m) = nullptr;  // of one expert
+  void (*pack_rows)(const Matrix& m, size_t expert, size_t row0, size_t rows,
+                    void* expert_copy) = nullptr;
 };
 
 constexpr size_t kFewTokens = 4;

@@ -108,21 +108,18 @@ class Source {
   float *scale_, *bias_;
 };
 
-// Two row tiles against all tokens; done(first token tile, count, sums) for each pair of token
-// tiles. The sums of one pair stay in tiles; those of more are put aside between columns.
-template <class Done>
-void multiply_block(const RowTile* rows, size_t expert, const uint16_t* x, size_t tokens,
-                    Done&& done) {
-  size_t cols = rows[0].m.cols, blocks = column_blocks(cols), tiles = token_tiles(tokens);
+// Two row tiles against all tokens; tiles(first block, blocks) gives them, and done(first token
+// tile, count, sums) is called for each pair of token tiles. The sums of one pair stay in tiles;
+// those of more are put aside between columns.
+template <class Tiles, class Done>
+void multiply_tiles(size_t cols, const uint16_t* x, size_t tokens, Tiles&& row_tiles, Done&& done) {
+  size_t blocks = column_blocks(cols), tiles = token_tiles(tokens);
   bool few = tiles <= 2;
-  size_t step = kStepBlocks, pairs = (tiles + 1) / 2;
-  auto* a = static_cast<uint16_t*>(scratch(2, 2 * step * kTile * 2 + pairs * kSums * 4));
-  auto* all_sums = reinterpret_cast<float*>(a + 2 * step * kTile);
-  Source source(rows, expert);
+  auto* all_sums = static_cast<float*>(scratch(4, (tiles + 1) / 2 * kSums * sizeof(float)));
   TileConfig config;
-  for (size_t b0 = 0; b0 < blocks; b0 += step) {
-    size_t n = min(step, blocks - b0);
-    source.unpack(b0 * 32, min((b0 + n) * 32, cols), a);
+  for (size_t b0 = 0; b0 < blocks; b0 += kStepBlocks) {
+    size_t n = min(kStepBlocks, blocks - b0);
+    RowTiles a = row_tiles(b0, n);
     for (size_t t = 0; t < tiles; t += 2) {
       const uint16_t* b = x + (t * blocks + b0) * kTile;
       float* sums = all_sums + t / 2 * kSums;
@@ -139,6 +136,49 @@ void multiply_block(const RowTile* rows, size_t expert, const uint16_t* x, size_
       done(t, pair ? 2 : 1, sums);
     }
   }
+}
+
+// An expert's copy is [row tile][column block][16 rows][32 columns].
+size_t packed_bytes(const Matrix& m) {
+  return (m.rows + 15) / 16 * column_blocks(m.cols) * kTile * sizeof(uint16_t);
+}
+
+const uint16_t* packed_tile(const RowTile& t, size_t expert) {
+  const void* copy = t.rows && t.m.packed ? t.m.packed[expert] : nullptr;
+  size_t at = t.row0 / 16 * column_blocks(t.m.cols) * kTile;
+  return copy ? static_cast<const uint16_t*>(copy) + at : nullptr;
+}
+
+void pack_rows(const Matrix& m, size_t expert, size_t row0, size_t rows, void* copy) {
+  size_t blocks = column_blocks(m.cols);
+  auto* pair = static_cast<uint16_t*>(scratch(2, 2 * blocks * kTile * sizeof(uint16_t)));
+  size_t first = min(16, rows);
+  RowTile tiles[2] = {{m, row0, first}, {m, row0 + 16, rows - first}};
+  Source(tiles, expert).unpack(0, m.cols, pair);
+  auto* to = static_cast<uint16_t*>(copy) + row0 / 16 * blocks * kTile;
+  for (size_t i = 0; i < 2 && tiles[i].rows; ++i)
+    for (size_t b = 0; b < blocks; ++b, to += kTile)
+      std::memcpy(to, pair + (2 * b + i) * kTile, kTile * sizeof(uint16_t));
+}
+
+template <class Done>
+void multiply_block(const RowTile* rows, size_t expert, const uint16_t* x, size_t tokens,
+                    Done&& done) {
+  size_t cols = rows[0].m.cols;
+  const uint16_t* packed[2] = {packed_tile(rows[0], expert), packed_tile(rows[1], expert)};
+  if (packed[0] && packed[1]) {
+    auto tiles = [&](size_t b0, size_t) {
+      return RowTiles{packed[0] + b0 * kTile, packed[1] + b0 * kTile, kTile};
+    };
+    return multiply_tiles(cols, x, tokens, tiles, done);
+  }
+  auto* a = static_cast<uint16_t*>(scratch(2, 2 * kStepBlocks * kTile * sizeof(uint16_t)));
+  Source source(rows, expert);
+  auto tiles = [&](size_t b0, size_t n) {
+    source.unpack(b0 * 32, min((b0 + n) * 32, cols), a);
+    return RowTiles{a, a + kTile, 2 * kTile};
+  };
+  multiply_tiles(cols, x, tokens, tiles, done);
 }
 
 // Rows in pairs become the rows of a B tile for the next product.
@@ -261,7 +301,7 @@ void softmax(float* scores, size_t n, size_t seen, float scale, void* out, Scala
 
 }  // namespace
 
-constinit const Kernel amx_kernel = {"amx",   kBlockRows, 512,     panel_bytes, pack,
-                                     gate_up, project,    combine, softmax};
+constinit const Kernel amx_kernel = {"amx",   kBlockRows, 512,     panel_bytes,  pack,     gate_up,
+                                     project, combine,    softmax, packed_bytes, pack_rows};
 
 }  // namespace mlx_moe

@@ -24,7 +24,9 @@ struct Matrix {
   const uint8_t* scales = nullptr;
   const uint8_t* biases = nullptr;      // affine
   const float* global_scale = nullptr;  // nvfp4, one an expert, optional
-  const uint8_t* added = nullptr;       // added to the output, [experts, rows], optional
+  // Copies of some experts in a kernel's own layout (see PackedExperts), optional.
+  const void* const* packed = nullptr;
+  const uint8_t* added = nullptr;  // added to the output, [experts, rows], optional
   Scalar added_type = Scalar::f32;
 
   // Always inlined: of a shared copy the linker might keep the one that was compiled for a newer

@@ -11,6 +11,11 @@ class Buffer(Protocol):
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
 
+class Packed:
+    def __init__(self, matrix: Matrix, experts: Sequence[int]) -> None: ...
+    @property
+    def nbytes(self) -> int: ...
+
 class Matrix:
     def __init__(
         self,
@@ -23,6 +28,7 @@ class Matrix:
         group_size: int = 0,
         global_scale: Buffer | None = None,
         bias: Buffer | None = None,
+        packed: Packed | None = None,
     ) -> None: ...
     @property
     def experts(self) -> int: ...
