@@ -276,6 +276,31 @@ class Forwards:
         model.__class__ = type(base.__name__, (base,), body)
 
 
+@pytest.mark.parametrize("call", range(1, 21))
+def test_an_interrupt_at_any_layer_of_any_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """In the middle of documents and chunks, and before a document's first chunk is counted."""
+    out = tmp_path / "c.npz"
+    model = build(BY_NAME["qwen2_moe"])
+    stage, calls = LayerCounts.stage, 0
+
+    def interrupting(self: LayerCounts, *args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise KeyboardInterrupt
+        stage(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerCounts, "stage", interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(model, TEXTS, chunk=CHUNK, out=out)
+    assert state_path(out).exists() == (call > 2)
+    calibrate(model, TEXTS, chunk=CHUNK, out=out)
+    assert out.read_bytes() == whole(tmp_path / "whole.npz")
+
+
 class Killed(BaseException):
     """Stands for kill -9: nothing may be written after it."""
 

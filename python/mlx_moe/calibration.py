@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -149,8 +148,7 @@ def write_npz(
     path: str | Path, meta: dict[str, Any], arrays: dict[str, NDArray[Any]], compress: bool = True
 ) -> None:
     """Write `meta` as JSON and the arrays, in place of `path` only once all is written."""
-    path = Path(path)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    path, scratch = Path(path), scratch_path(path)
     try:
         with scratch.open("wb") as file:
             save: Any = np.savez_compressed if compress else np.savez
@@ -161,6 +159,11 @@ def write_npz(
         raise (DiskFull if full else InvalidArgument)(f"cannot write {path}: {error}") from error
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def scratch_path(path: str | Path) -> Path:
+    """Where `write_npz` writes before the file is whole; what a kill leaves there is of no use."""
+    return Path(path).with_name(f".{Path(path).name}.tmp")
 
 
 def read_npz(path: str | Path, form: str, version: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -11,7 +11,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
-from .calibration import QUANTILES, Calibration, LayerStatistics, Source
+from .calibration import QUANTILES, Calibration, LayerStatistics, Source, scratch_path
 from .calibration_state import AGAIN, Progress, load_state, save_state, state_path
 from .corpus import Corpus, Document, TokenLists, parts
 from .counting import LayerCounts
@@ -93,7 +93,8 @@ def calibrate(
     calibration = run.result()
     if out is not None:
         calibration.save(out)
-        state_path(out).unlink(missing_ok=True)
+        for left in (state_path(out), scratch_path(state_path(out))):
+            left.unlink(missing_ok=True)
     return calibration
 
 
@@ -179,21 +180,19 @@ class Run:
             digest.update(np.array([-1, *document.tokens], "<i8").tobytes())
             if number < begun:
                 continue
-            if number > begun:
-                self.done.chunks = 0
-            elif digest.hexdigest() != self.done.digest:
+            if number == begun and digest.hexdigest() != self.done.digest:
                 break
-            self._prefill(document, number, digest.hexdigest(), bar)
+            before = self.done.chunks if number == begun else 0
+            self._prefill(document, before, number, digest.hexdigest(), bar)
         if number < begun or (number == begun > 0 and digest.hexdigest() != self.done.digest):
             raise InvalidArgument(
                 f"{self.path} was begun with other data: the first {begun} documents of "
                 f"{', '.join(self.settings['data'])} have changed; {AGAIN}"
             )
 
-    def _prefill(self, document: Document, number: int, digest: str, bar: Any) -> None:
-        """One document from an empty cache; what is done already only fills the cache again."""
+    def _prefill(self, document: Document, before: int, number: int, digest: str, bar: Any) -> None:
+        """One document from an empty cache, which the `before` chunks done already only fill."""
         starts = range(0, len(document.tokens), self.chunk)
-        before = self.done.chunks
         if before >= len(starts):
             return
         cache = make_prompt_cache(self.model)
