@@ -9,10 +9,10 @@ namespace mlx_moe {
 const RowCode& row_code() {
   const std::string isa = chosen_isa();
 #if defined(__x86_64__)
-  if (isa == "amx" || isa == "avx512") return avx512_rows;
   if (isa == "avx2") return avx2_rows;
+  if (isa != "scalar") return avx512_rows;  // which all better ones imply
 #elif defined(__aarch64__)
-  if (isa == "neon") return neon_rows;
+  if (isa != "scalar") return neon_rows;
 #endif
   return scalar_rows;
 }

@@ -67,6 +67,12 @@ TEST_CASE("rows convert as half.h does, in every pair of types and on every inst
     }
 }
 
+TEST_CASE("only scalar gets scalar code") {
+  const auto& isas = usable_isas();
+  size_t i = 0;
+  for_isas([&](const RowCode& code) { CHECK((isas[i++] == "scalar") == (&code == &scalar_rows)); });
+}
+
 TEST_CASE("conversion stops at the end of odd rows") {
   std::vector<float> x(100, 1.5f);
   for (size_t n = 0; n < 70; ++n)
