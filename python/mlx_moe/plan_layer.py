@@ -25,6 +25,7 @@ from .tiers import STEP, Ints, Tiers
 
 Array = NDArray[np.float64]
 FLAT = 0.2  # Gini below which a refusal is put down to flat routing
+PATIENCE = 2  # fewer hot experts tried in a row without a gain
 TIMES_CHUNKS = 32  # of the calibration, enough to time fewer tokens
 
 
@@ -61,12 +62,15 @@ class Timed:
 def plan_layer(
     layer: Layer, curve: Curve, chosen: Point, hot: Ints, tiers: Tiers | None, memory: int
 ) -> LayerPlan:
-    """The plan of a layer whose experts `hot`, at `tiers`, were chosen for the static executor."""
-    bundles = [] if tiers is None else _bundles(layer, hot, tiers)
+    """The plan of a layer whose experts `hot`, best first, were chosen for `tiers`."""
     beside = _shared_bundle(layer) if chosen.shared else None
-    capacities = tiers.capacities if tiers else ()
-    if not bundles and beside is None:
+    if tiers is None and beside is None:
         return _without(layer, _why_none(layer, curve, memory))
+    if tiers is not None and not layer.forced:
+        tiers = _as_many_as_pay(layer, hot, tiers, beside)
+        hot = hot[: len(tiers.of_expert)]
+    bundles = [] if tiers is None else _bundles(layer, hot, tiers)
+    capacities = tiers.capacities if tiers else ()
     start = _static_from(layer, bundles, beside, capacities)
     timed = time_layer(layer, bundles, beside, capacities, layer.loads)
     if start is None:
@@ -75,6 +79,7 @@ def plan_layer(
             f"no static path here: {timed.seconds * 1e3:.2f} ms a chunk with it, and "
             f"{timed.cold * 1e3:.2f} ms without",
         )
+    dropped = (chosen.count - len(hot)) * curve.expert_bytes
     return LayerPlan(
         layer.facts,
         capacities,
@@ -83,8 +88,26 @@ def plan_layer(
         (),
         _shared_plan(layer, beside),
         None,
-        _expected(layer, hot, tiers, chosen.bytes, timed),
+        _expected(layer, hot, tiers, chosen.bytes - dropped, timed),
     )
+
+
+def _as_many_as_pay(layer: Layer, hot: Ints, tiers: Tiers, beside: Bundle | None) -> Tiers:
+    """The tiers of the first of the hot experts, as many as make the layer fastest.
+
+    How many was chosen before their tiers and groups were known; the last may not pay any more.
+    """
+    best, seconds, worse = tiers, np.inf, 0
+    for count in range(len(hot), 0, -1):
+        some = tiers.first(count)
+        bundles = _bundles(layer, hot[:count], some)
+        timed = time_layer(layer, bundles, beside, some.capacities, layer.loads)
+        worse += 1
+        if timed.seconds < seconds:
+            best, seconds, worse = some, timed.seconds, 0
+        if worse > PATIENCE:
+            break
+    return best
 
 
 def _bundles(layer: Layer, hot: Ints, tiers: Tiers) -> list[Bundle]:

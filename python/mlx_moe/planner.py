@@ -159,7 +159,7 @@ def plan_static(
         for timing, x, (_, tiers) in zip(timings, loads, priced, strict=True)
     ]
     chosen = _choose(curves, options)
-    hot = [np.sort(c.order[: point.count]) for c, point in zip(curves, chosen, strict=True)]
+    hot = [c.order[: point.count] for c, point in zip(curves, chosen, strict=True)]
     tiers = _final_tiers(timings, loads, hot, [price for price, _ in priced], options)
     layers = []
     for i in range(len(facts)):

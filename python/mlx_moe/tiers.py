@@ -33,6 +33,11 @@ class Tiers:
     of_expert: Ints
     cost: float
 
+    def first(self, count: int) -> "Tiers":
+        """Of the first experts alone."""
+        kept = self.of_expert[:count]
+        return Tiers(tuple(np.unique(kept).tolist()), kept, self.cost)
+
     def scaled(self, factor: float) -> "Tiers":
         """Capacities times `factor`, rounded to the nearest multiple of STEP above 0."""
         if not 0 < factor < 1e3:
