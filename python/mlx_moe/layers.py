@@ -287,9 +287,8 @@ class Call:
         if scores is not None:
             weights = token_rows(scores.astype(mx.float32), ids.shape[-1])
             evaluate(weights)
-        y = static.run(x, ids, weights, cold, self.shape[-1])
         shape, dtype = (self.shape, self.dtype) if scores is None else self._sum_of(scores)
-        return y.reshape(shape).astype(dtype)
+        return static.run(x, ids, weights, cold, shape[-1], dtype).reshape(shape)
 
     def _rows(self, x: mx.array, ids: mx.array, matrices: list[core.Matrix]) -> mx.array:
         """Outputs [n, D] of one expert each, ids [n, 1], for rows x [n, K]."""

@@ -3,13 +3,16 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from . import core
+from . import core, static_buffers
+from .custom import filled
 from .static import Ints, Split, StaticLayer, Tile, tile_load
 from .stats import StaticCounters
 
@@ -50,6 +53,7 @@ def run(
     scores: mx.array | None,
     cold: Cold,
     width: int,
+    dtype: mx.Dtype,
 ) -> mx.array:
     """One forward of a layer.
 
@@ -60,7 +64,7 @@ def run(
         cold: computes assignments on the layer's own path.
 
     Returns:
-        With scores the weighted sums [T, width], without them outputs [T, k, width]; f32, and
+        With scores the weighted sums [T, width], without them outputs [T, k, width], of `dtype`;
         pruned assignments count as zero.
     """
     with counters.timed("bucket"):
@@ -68,7 +72,7 @@ def run(
         split = layer.split(ids, importance)
     pruned = importance is not None
     with counters.timed("pack"):
-        sent = [_packed(tile, x, ids.shape[-1]) for tile in split.tiles]
+        sent = _packed(split.tiles, x, ids.shape[-1])
     with counters.timed("submit"):
         submitted = layer.executor.submit([d for s in sent for d in _dispatches(s)])
     try:
@@ -83,7 +87,7 @@ def run(
         sources.append(_cold(counters, cold, np.concatenate([s.assignments for s in lost])))
     _count(counters, split, sent, pruned)
     with counters.timed("combine"):
-        return combined(sources, tuple(ids.shape), scores, width)
+        return combined(sources, tuple(ids.shape), scores, width, dtype)
 
 
 def _importance(
@@ -105,10 +109,33 @@ def _importance(
     return np.array(scores).reshape(-1)
 
 
-def _packed(tile: Tile, x: mx.array, top_k: int) -> Sent:
-    rows, slots = core.pack(x, tile.order, tile.offsets, tile.experts, tile.capacity, top_k)
-    outs = [np.empty_like(rows) for _ in tile.group.programs]
-    return Sent(tile, rows, slots.reshape(-1), outs)
+def _packed(tiles: list[Tile], x: mx.array, top_k: int) -> list[Sent]:
+    """The tiles filled, with memory for their outputs; all of it this thread's own."""
+    if not tiles:
+        return []
+    shapes = [(t.group.experts.size, t.capacity, x.shape[-1]) for t in tiles]
+    parts = [len(t.group.programs) for t in tiles]
+    halves = shapes + [shape for shape, n in zip(shapes, parts, strict=True) for _ in range(n)]
+    ints = [shape[:2] for shape in shapes]
+    memory = iter(
+        static_buffers.arrays([*halves, *ints], [np.float16] * len(halves) + [np.int32] * len(ints))
+    )
+    rows = list(islice(memory, len(tiles)))
+    outs = [list(islice(memory, n)) for n in parts]
+    slots = list(memory)
+    core.pack_groups(
+        x,
+        [t.order for t in tiles],
+        [t.offsets for t in tiles],
+        [t.experts for t in tiles],
+        top_k,
+        rows,
+        slots,
+    )
+    return [
+        Sent(tile, r, s.reshape(-1), o)
+        for tile, r, s, o in zip(tiles, rows, slots, outs, strict=True)
+    ]
 
 
 def _dispatches(sent: Sent) -> list[tuple[int, Any, Any]]:
@@ -164,19 +191,27 @@ def _count(counters: StaticCounters, split: Split, sent: list[Sent], pruned: boo
 
 
 def combined(
-    sources: list[Rows], shape: tuple[int, ...], scores: mx.array | None, width: int
+    sources: list[Rows],
+    shape: tuple[int, ...],
+    scores: mx.array | None,
+    width: int,
+    dtype: mx.Dtype,
 ) -> mx.array:
-    """[T, width] weighted by scores [T, k], or the rows themselves [T, k, width]; f32."""
+    """[T, width] weighted by scores [T, k], or the rows themselves [T, k, width].
+
+    Each output is summed once, in the order of its assignments wherever their rows are.
+    """
     tokens, k = shape
     if scores is None:
         ones = np.ones((tokens * k, 1), np.float32)
-        return _sums(sources, ones, width).reshape(tokens, k, width)
-    return _sums(sources, np.array(scores).reshape(tokens, k), width)
+        return _sums(sources, ones, width, dtype).reshape(tokens, k, width)
+    return _sums(sources, np.array(scores).reshape(tokens, k), width, dtype)
 
 
-def _sums(sources: list[Rows], scores: NDArray[np.float32], width: int) -> mx.array:
-    out = mx.zeros((scores.shape[0], width), mx.float32)
-    mx.eval(out)
-    for rows, assignments in sources:
-        core.combine(rows, assignments, scores, out, accumulate=True)
-    return out
+def _sums(
+    sources: list[Rows], scores: NDArray[np.float32], width: int, dtype: mx.Dtype
+) -> mx.array:
+    rows, assignments = [r for r, _ in sources], [a for _, a in sources]
+    if not rows:
+        return mx.zeros((scores.shape[0], width), dtype)
+    return filled((scores.shape[0], width), dtype, partial(core.combine, rows, assignments), scores)

@@ -62,11 +62,17 @@ class StaticPath:
         return False
 
     def run(
-        self, x: mx.array, ids: mx.array, scores: mx.array | None, cold: Cold, width: int
+        self,
+        x: mx.array,
+        ids: mx.array,
+        scores: mx.array | None,
+        cold: Cold,
+        width: int,
+        dtype: mx.Dtype,
     ) -> mx.array:
         """See static_flow.run."""
         assert self.layer is not None
-        return static_flow.run(self.layer, self.counters, x, ids, scores, cold, width)
+        return static_flow.run(self.layer, self.counters, x, ids, scores, cold, width, dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StaticPath":
         """Of a copied model: the programs are shared, the weights are watched from now on."""

@@ -77,8 +77,8 @@ def forward(module: Any, layer: SharedLayer, x: mx.array) -> mx.array:
         evaluate(ids)
         width = linears[-1].rows
         dtype = promote(x.dtype, *[a.dtype for a in arrays])
-        y = layer.static.run(rows, ids, None, cold, width)
-        return y.reshape(*x.shape[:-1], width).astype(dtype)
+        y = layer.static.run(rows, ids, None, cold, width, dtype)
+        return y.reshape(*x.shape[:-1], width)
 
     def stock(x: mx.array, *given: mx.array) -> mx.array:
         twin, at = shallow_copy(module, base), 0
