@@ -53,7 +53,7 @@ class CompileDirectory:
         with suppress(CorruptArtifact):
             found = {entry.id: entry for entry in Manifest.load(self.root).packages}
         for path in self.journal.glob("*.json"):
-            with suppress(CorruptArtifact, ValueError):
+            with suppress(CorruptArtifact, ValueError, RecursionError):
                 entry = PackageEntry.from_json(json.loads(path.read_bytes()), str(path))
                 found[entry.id] = entry
         return found

@@ -50,7 +50,7 @@ class Manifest:
                 f"{directory} has no {NAME}, which compiling writes last ({error.strerror}): run "
                 "`mlx_moe compile` with the same arguments to finish it"
             ) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CorruptArtifact(f"{path} is not JSON: {error}; compile again") from error
         take = Reader(value, str(path))
         if (take("format", text), take("version", count)) != (FORMAT, VERSION):

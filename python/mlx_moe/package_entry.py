@@ -1,9 +1,8 @@
 """What the manifest says of one package: shapes, functions, files, and where each weight is."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
-
-import numpy as np
 
 from .errors import CorruptArtifact
 from .json_fields import Reader, count, counts, relative, text
@@ -31,7 +30,7 @@ class Tensor:
     @property
     def end(self) -> int:
         """Where the values and their scales are over."""
-        end = self.offset + ITEM_BYTES[self.dtype] * int(np.prod(self.shape))
+        end = self.offset + ITEM_BYTES[self.dtype] * math.prod(self.shape)
         return end if self.scale_offset is None else max(end, self.scale_offset + 2 * self.shape[0])
 
 
