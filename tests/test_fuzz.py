@@ -178,6 +178,71 @@ def test_pack(data):
 
 @fuzz
 @given(st.data())
+def test_pack_groups(data):
+    ids, experts = data.draw(routings())
+    kept, kept_offsets = core.bucket(ids, experts)
+    tokens, top_k = ids.shape
+    order = data.draw(st.permutations(range(experts)))
+    groups = [np.array(order[:2], np.int32), np.array(order[2:3], np.int32)]
+    capacity = int(np.diff(kept_offsets).max())
+    good = {
+        "x": np.random.default_rng(0).standard_normal((tokens, 4)).astype(np.float32),
+        "kept": kept,
+        "kept_offsets": data.draw(st.sampled_from([kept_offsets, [kept_offsets] * 2])),
+        "experts": groups,
+        "k": top_k,
+        "tiles": [np.full((len(g), capacity + 1, 4), 7, np.float16) for g in groups],
+        "slots": [np.full((len(g), capacity + 1), 7, np.int32) for g in groups],
+    }
+    if isinstance(good["kept_offsets"], list):
+        good["kept"] = [kept, kept]
+    mine = [*good["tiles"], *good["slots"]]
+    arguments = data.draw(spoiled(good))
+    result = attempt(core.pack_groups, **arguments)
+    if result is REFUSED:
+        assert any(arguments[name] is not good[name] for name in good)
+        assert all((array == 7).all() for array in mine)
+    elif all(arguments[name] is good[name] for name in ("experts", "tiles", "slots")):
+        names = ("kept", "kept_offsets")
+        each = [v if isinstance(v := arguments[n], list) else [v] * 2 for n in names]
+        for g, group in enumerate(groups):
+            bucket, offsets = (np.array(parts[g]) for parts in each)
+            one = (arguments["x"], bucket, offsets, group, capacity + 1, arguments["k"])
+            tiles, slots = core.pack(*one)
+            np.testing.assert_array_equal(good["tiles"][g], tiles)
+            np.testing.assert_array_equal(good["slots"][g], slots)
+
+
+@fuzz
+@given(st.data())
+def test_combine_of_parts(data):
+    tokens, top_k = data.draw(st.integers(0, 6)), data.draw(st.integers(1, 3))
+    chosen = np.array(data.draw(st.permutations(range(tokens * top_k))), np.int32)
+    cut = data.draw(st.integers(0, len(chosen)))
+    values = np.random.default_rng(0).standard_normal((len(chosen), 5)).astype(np.float32)
+    good = {
+        "rows": [values[:cut], values[cut:].astype(np.float16)],
+        "assignments": [chosen[:cut], chosen[cut:]],
+        "scores": np.random.default_rng(1).random((tokens, top_k), dtype=np.float32),
+        "out": np.ones((tokens, 5), np.float16),
+        "accumulate": data.draw(st.booleans()),
+    }
+    arguments = data.draw(spoiled(good))
+    result = attempt(core.combine, **arguments)
+    if result is REFUSED:
+        assert any(arguments[name] is not good[name] for name in good)
+        assert (good["out"] == 1).all()
+    elif all(arguments[name] is good[name] for name in ("rows", "assignments", "out")):
+        want = np.full((tokens, 5), float(arguments["accumulate"]))
+        rows = np.concatenate([part.astype(float) for part in good["rows"]])
+        with np.errstate(all="ignore"):
+            weighted = flat(arguments["scores"]).astype(float)[chosen, None] * rows
+            np.add.at(want, chosen // top_k, weighted)
+            np.testing.assert_allclose(good["out"], want.astype(np.float16), rtol=2e-3, atol=2e-3)
+
+
+@fuzz
+@given(st.data())
 def test_combine(data):
     tokens, top_k = data.draw(st.integers(0, 6)), data.draw(st.integers(1, 3))
     chosen = data.draw(st.permutations(range(tokens * top_k)))[: data.draw(st.integers(0, 18))]
