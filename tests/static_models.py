@@ -38,7 +38,9 @@ def groups_of(
     ends = [0, *splits, inner]
     ranges = list(zip(ends, ends[1:], strict=False))
     return [
-        Group(f"{name}.g{i}.p{p}", tuple(map(int, experts)), int(tier), part, len(ranges), spill_limit)
+        Group(
+            f"{name}.g{i}.p{p}", tuple(map(int, experts)), int(tier), part, len(ranges), spill_limit
+        )
         for i, (experts, tier) in enumerate(zip(members, tiers, strict=True))
         for p, part in enumerate(ranges)
     ]
@@ -77,9 +79,7 @@ def write_artifacts(model: nn.Module, plan: Plan, directory: Path) -> Path:
     return directory
 
 
-def host(
-    model: nn.Module, plan: Plan, directory: Path, **options: Any
-) -> Replacement:
+def host(model: nn.Module, plan: Plan, directory: Path, **options: Any) -> Replacement:
     """Write artifacts and replace the model's layers on the host executor."""
     write_artifacts(model, plan, directory)
     return replace_moe_layers(model, plan, artifacts=directory, backend="host", **options)

@@ -36,7 +36,7 @@ class Layer:
         observer: is called once per forward, before it, with (module, layer, x [..., K], indices
             [..., k], scores [..., k, 1] or None where they do not reach us), not evaluated.
         static: runs forwards of many tokens on a static executor.
-        packed: experts that a plan wants kept in the kernels' own layout.
+        packed: experts that a plan keeps in the kernels' own layout, too.
     """
 
     name: str
@@ -48,7 +48,27 @@ class Layer:
     top_k: int | None = field(default=None, compare=False)
     observer: "Observer | None" = field(default=None, compare=False)
     static: StaticPath | None = field(default=None, compare=False)
-    packed: tuple[int, ...] = ()
+    packed: "PackedCopies | None" = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class PackedCopies:
+    """Copies of some experts in the kernels' own layout.
+
+    Attributes:
+        copies: one for each projection.
+        tokens: from which they are used.
+    """
+
+    copies: tuple[core.Packed, ...]
+    tokens: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(copy.nbytes for copy in self.copies)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copied model has other arrays, which these copies are not of."""
 
 
 Observer = Callable[[Any, Layer, mx.array, mx.array, mx.array | None], None]
@@ -250,7 +270,14 @@ class Call:
         return y if scores is None else (y * scores).sum(axis=-2)
 
     def _matrices(self, groups: list[Sequence[mx.array]]) -> list[core.Matrix]:
-        return [linear.matrix(arrays) for linear, arrays in zip(self.linears, groups, strict=True)]
+        packed, tokens = self.layer.packed, self.indices.size // self.indices.shape[-1]
+        copies = packed.copies if packed is not None and tokens >= packed.tokens else None
+        return [
+            linear.matrix(arrays, copy)
+            for linear, arrays, copy in zip(
+                self.linears, groups, copies or [None] * len(groups), strict=True
+            )
+        ]
 
     def _swiglu(
         self, x: mx.array, ids: mx.array, scores: mx.array | None, matrices: list[core.Matrix]

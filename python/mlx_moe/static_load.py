@@ -40,14 +40,9 @@ class Opened:
     static: dict[str, StaticLayer]
     note: str | None = None
 
-    def packed(self, name: str) -> tuple[int, ...]:
-        return self.plan.layer(name).packed
-
     def residency(self, name: str) -> str:
-        """A cell of the table of what was replaced."""
+        """A cell of the table of what was replaced, for a plan of a static executor."""
         planned = self.plan.layer(name)
-        if self.plan.executor == "cpu":
-            return f"{len(planned.packed)} planned packed, read in place"
         if not planned.groups:
             return "no static path"
         hot = f"{len(planned.hot)} of {planned.facts.experts} experts hot"

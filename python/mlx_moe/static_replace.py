@@ -3,8 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import mlx.core as mx
+
+from . import core
 from .errors import UnsupportedLayer
-from .layers import PROJECTIONS, weight_arrays
+from .layers import PROJECTIONS, PackedCopies, weight_arrays
 from .replacement import ReplacedLayer
 from .static import StaticLayer
 from .static_load import Opened
@@ -13,7 +16,7 @@ from .static_shared import LINEARS as SHARED_LINEARS
 from .static_shared import PROJECTIONS as SHARED_PROJECTIONS
 from .static_shared import SharedLayer
 from .stats import Counters, StaticCounters
-from .weights import PLAIN_KEYS, Linear, describe, own_class
+from .weights import PLAIN_KEYS, Linear, UnknownFormat, describe, own_class
 
 Found = list[tuple[Any, ReplacedLayer]]  # modules and their rows
 
@@ -27,7 +30,8 @@ class Prepared:
     """
 
     opened: Opened
-    paths: dict[str, StaticPath]
+    paths: dict[str, StaticPath] = field(default_factory=dict)
+    packed: dict[str, PackedCopies] = field(default_factory=dict)
     shared: Found = field(default_factory=list)
 
     def attach(self, rows: list[ReplacedLayer]) -> None:
@@ -36,13 +40,23 @@ class Prepared:
             if row._layer is None:
                 continue
             if row.kind == "experts":
-                row._layer.packed = self.opened.packed(row.name)
-                row.residency = self.opened.residency(row.name)
+                row._layer.packed = self.packed.get(row.name)
+                row.residency = self._residency(row)
             path = self.paths.get(row.name)
             row._layer.static = path
             row._layer.counters.static = None if path is None else path.counters
             if path is not None:
                 row.backend = "host"
+
+    def _residency(self, row: ReplacedLayer) -> str:
+        if self.opened.plan.executor == "static":
+            return self.opened.residency(row.name)
+        count, copies = len(self.opened.plan.layer(row.name).packed), self.packed.get(row.name)
+        if not count:
+            return "all in place"
+        if copies is None or not copies.nbytes:
+            return f"all in place ({core.isa()} has no packed layout for the plan's {count})"
+        return f"{count} of {row.experts} experts packed, {copies.nbytes / 2**20:.0f} MiB"
 
 
 def prepare(opened: Opened, found: Found, modules: dict[str, Any], logged: set[str]) -> Prepared:
@@ -55,8 +69,10 @@ def prepare(opened: Opened, found: Found, modules: dict[str, Any], logged: set[s
     Raises:
         UnsupportedLayer: a layer has adapters, or its scores are needed and do not reach us.
     """
-    prepared = Prepared(opened, {})
+    prepared = Prepared(opened)
     for module, row in found:
+        if row._layer is not None and (copies := pack(opened, module, row)) is not None:
+            prepared.packed[row.name] = copies
         static = opened.static.get(row.name)
         if static is None or row._layer is None:
             continue
@@ -77,6 +93,21 @@ def prepare(opened: Opened, found: Found, modules: dict[str, Any], logged: set[s
         row = ReplacedLayer(shared.name, "shared", family, None, dtype, bits, "host", layer, 1)
         prepared.shared.append((module, row))
     return prepared
+
+
+def pack(opened: Opened, module: Any, row: ReplacedLayer) -> PackedCopies | None:
+    """Copies of the experts that a plan for the CPU wants packed."""
+    planned = opened.plan.layer(row.name)
+    if not planned.packed or planned.static_from is None:
+        return None
+    linears = read_linears(module, row.name, PROJECTIONS[row._layer.kind], row._layer.linears)
+    mx.eval(weight_arrays(linears))
+    try:
+        matrices = [linear.matrix(linear.arrays) for linear in linears]
+    except UnknownFormat:
+        return None  # the layer runs stock code, and says so
+    copies = tuple(core.Packed(matrix, planned.packed) for matrix in matrices)
+    return PackedCopies(copies, planned.static_from)
 
 
 def path_of(static: StaticLayer, linears: list[Linear], logged: set[str]) -> StaticPath:

@@ -63,15 +63,18 @@ class Linear:
         """The dtype of stock's result for an input of dtype `x`."""
         return promote(x, *[a.dtype for a in self.arrays])
 
-    def matrix(self, arrays: Sequence[mx.array]) -> core.Matrix:
-        """The kernels' handle; `arrays` stand for `self.arrays` and must be evaluated."""
+    def matrix(self, arrays: Sequence[mx.array], packed: core.Packed | None = None) -> core.Matrix:
+        """The kernels' handle; `arrays` stand for `self.arrays` and must be evaluated.
+
+        packed: copies that the kernels use if they were made from these very arrays.
+        """
         given: dict[str, Any] = dict(zip(self.names, arrays, strict=True), **self.fixed)
         module = self.module
         if "scales" in given:
             given["mode"] = getattr(module, "mode", "affine")
             given["bits"], given["group_size"] = module.bits, module.group_size
         try:
-            return core.Matrix(**given)
+            return core.Matrix(**given, packed=packed)
         except (InvalidArgument, TypeError) as error:
             raise UnknownFormat(f"{self.name}: {error}") from error
 
