@@ -173,3 +173,20 @@ def test_this_machine_says_how_much_memory_it_has(monkeypatch) -> None:
     number = load_device("auto").numbers["memory_bytes"]
     assert number.measured and number == Number(number.value, "B", "this machine", True)
     assert not load_device("m1").numbers["memory_bytes"].measured
+
+
+@pytest.mark.parametrize(
+    ("kind", "biases", "weights", "expected"),
+    [
+        ("glu", False, "fp16", 3 * 100 * 64 * 2),
+        ("mlp", False, "fp16", 2 * 100 * 64 * 2),
+        ("glu", True, "fp16", 3 * 100 * 64 * 2 + (64 + 64 + 100) * 2),
+        ("mlp", True, "fp16", 2 * 100 * 64 * 2 + (64 + 100) * 2),
+        ("glu", False, "int8", 3 * 100 * 64 + (64 + 64 + 100) * 2),
+        ("glu", True, "int8", 3 * 100 * 64 + 2 * (64 + 64 + 100) * 2),
+    ],
+)
+def test_bytes_of_an_expert(kind: str, biases: bool, weights: str, expected: int) -> None:
+    expert = expert_of(facts(hidden=100, inner=64, kind=kind, biases=biases))
+    assert expert.static_bytes(weights) == expected
+    assert expert.flops == 2 * (3 if kind == "glu" else 2) * 100 * 64
