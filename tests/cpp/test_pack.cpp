@@ -135,3 +135,17 @@ TEST_CASE("pack refuses what does not fit") {
   refuses({0, 1}, {0, 1}, {0}, 2);
   refuses({0, 1}, {0, 2}, {0}, 2, 0);
 }
+
+TEST_CASE("pack refuses what is wrong in the last of several tiles") {
+  const Ints kept{0, 1, 8}, good{0, 2, 2}, bad{0, 2, 3}, experts{0};
+  const Rows x{Scalar::f32, nullptr, 4, 3};
+  const Tiling tiling{experts.data(), 1, 2, 2}, small{experts.data(), 1, 1, 2};
+  const Buckets some{kept.data(), 2, good.data(), 2}, all{kept.data(), 3, bad.data(), 2};
+  const auto check = [&](const Tile& last) {
+    const Tile tiles[] = {{some, tiling, nullptr, nullptr}, last};
+    check_pack(x, tiles);
+  };
+  CHECK_NOTHROW(check({some, tiling, nullptr, nullptr}));
+  CHECK_THROWS_AS(check({all, tiling, nullptr, nullptr}), Error);
+  CHECK_THROWS_AS(check({some, small, nullptr, nullptr}), Error);
+}
