@@ -8,6 +8,7 @@ from typing import Any
 import mlx_lm.utils
 import numpy as np
 
+from .. import hub
 from ..calibration import Calibration
 from ..calibration_run import CHUNK, DOCUMENT, SAVE_EVERY, calibrate
 from ..errors import MoEError
@@ -48,7 +49,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="JSON Lines (.jsonl, .json) of prompts, texts or chat messages, or plain text (.txt, "
         ".md); a directory means all of these in it",
     )
-    parser.add_argument("--output", "-o", required=True, metavar="FILE", help="The .npz to write")
+    parser.add_argument(
+        "--output", "-o", required=True, metavar="FILE", help="The .npz to write, or hf://..."
+    )
+    parser.add_argument(
+        "--upload", metavar="HF_URI", help="Also put the calibration on the hub, at hf://..."
+    )
     for flag, default, text in (
         ("--chunk-size", CHUNK, "Prompt tokens per prefill step, which loads are counted over"),
         ("--max-document", DOCUMENT, "Tokens after which a longer document is cut in parts"),
@@ -85,26 +91,28 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     for option, path in (("--output", args.output), ("--json", args.json)):
-        if path not in (None, "-") and not Path(path).absolute().parent.is_dir():
+        local = path not in (None, "-") and not hub.is_uri(path)
+        if local and not Path(path).absolute().parent.is_dir():
             raise MoEError(f"{option} {path}: there is no such directory to write it in")
     resolve_backend(args.backend)
     text_files(args.data)  # says what is missing before a model is loaded
     model, tokenizer, directory = load(args.model, args.trust_remote_code)
     replace_layers(model, args.backend)
     corpus = TextFiles(args.data, tokenizer, args.max_document, args.ignore_chat_template)
-    calibration = calibrate(
-        model,
-        corpus,
-        chunk=args.chunk_size,
-        out=args.output,
-        resume=not args.no_resume,
-        max_tokens=args.max_tokens,
-        max_document=args.max_document,
-        files=directory,
-        backend=args.backend,
-        save_every=args.save_every,
-        progress=True,
-    )
+    with hub.output(args.output, args.upload) as out:
+        calibration = calibrate(
+            model,
+            corpus,
+            chunk=args.chunk_size,
+            out=out,
+            resume=not args.no_resume,
+            max_tokens=args.max_tokens,
+            max_document=args.max_document,
+            files=directory,
+            backend=args.backend,
+            save_every=args.save_every,
+            progress=True,
+        )
     report = summary(calibration, args.output)
     print(as_text(report), file=sys.stderr if args.json == "-" else sys.stdout)
     if args.json is not None:
