@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,15 @@ def test_an_evaluation_where_nothing_is_hot_is_refused(
     with pytest.raises(InvalidArgument, match="no assignment ran on the static executor"):
         run(model, planned, source)
     assert run(model, planned, source, allow_cold=True).sides[0].hot_share == 0.0
+
+
+def test_a_plan_for_the_kernels_has_no_capacities(
+    model: nn.Module, planned: tuple[Any, Path]
+) -> None:
+    plan = replace(planned[0], executor="cpu")
+    source = Source("few", questions=questions(vocabulary(model), 2))
+    with pytest.raises(InvalidArgument, match="no capacities"):
+        evaluate(model, Numbers(), [source], plan=plan, capacity_factors=[0.5])
 
 
 def test_stock_classes_are_stock(model: nn.Module) -> None:

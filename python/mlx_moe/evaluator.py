@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tqdm import tqdm
 
@@ -26,6 +26,9 @@ from .loading import replace_dense
 from .replace import check_choice, replace_moe_layers
 from .retrieval import needle_questions
 from .static import Importance, Overflow
+
+if TYPE_CHECKING:
+    from .plan import Plan
 
 TASKS = ("kl", "ppl", "choice", "retrieval")
 REFERENCES = ("stock", "cpu")
@@ -65,7 +68,7 @@ def evaluate(
         model, tokenizer: as `mlx_lm.load` returns them, not replaced.
         data: paths of text and questions (docs/evaluate.md), or `read_sources` of them.
         plan, artifacts, overflow, importance, checkpoint: as for `replace_moe_layers`; without
-            a plan the replaced layers themselves are compared.
+            a plan the replaced layers themselves are compared, as with one for the CPU kernels.
         backend: as for `replace_moe_layers`; "auto" runs a plan's programs on "host".
         capacity_factors: beside the plan as it is, each expert's tiles limited to this share of
             its tier's capacity (above 1: further tiles of the same program).
@@ -88,27 +91,33 @@ def evaluate(
     if expert_layers(model):
         raise InvalidArgument("the model is replaced already: restore_moe_layers(model) first")
     sources = _sources(data, tokenizer)
-    if plan is not None and backend == "auto":
+    planned = read_plan(plan)
+    static = planned is not None and planned.executor == "static"
+    if capacity_factors and not static:
+        raise InvalidArgument(
+            "this plan is for the CPU kernels alone: it has no capacities to scale"
+        )
+    if static and backend == "auto":
         backend = "host"
     rules: Any = {"overflow": overflow, "importance": importance}
     options = {"artifacts": artifacts, "backend": backend, "checkpoint": checkpoint, **rules}
     with replaced(model, plan, **options):
-        chunk = plan_chunk(plan)
+        chunk = CHUNK if planned is None else planned.chunk
         todo = make_tasks(
             model, tokenizer, sources, chunk, tasks, text_tokens, retrieval_length, retrieval_items
         )
         against = Side(
             reference, partial(stock_classes if reference == "stock" else all_cold, model)
         )
-        sides = make_sides(model, plan, capacity_factors, random_control, **rules)
+        sides = make_sides(model, static, capacity_factors, random_control, **rules)
         run(model, todo, against, sides, progress)
-    if plan is not None and not allow_cold:
+    if static and not allow_cold:
         check_hot(sides, chunk)
     results = [
         SideResult(side, {task.name: task.metrics(side.name, reference) for task in todo})
         for side in sides
     ]
-    return Evaluation(reference, chunk, rules if plan is not None else {}, results)
+    return Evaluation(reference, chunk, rules if static else {}, results)
 
 
 def check_arguments(
@@ -173,14 +182,14 @@ def make_tasks(
 
 def make_sides(
     model: Any,
-    plan: Any,
+    static: bool,
     factors: Sequence[float],
     random_control: bool,
     overflow: Overflow,
     importance: Importance,
 ) -> list[Side]:
     """The plan as it is, then each capacity factor and its control."""
-    if plan is None:
+    if not static:
         return [Side("replaced", partial(with_layers, (), ()))]
     paths = static_paths(model, ("_moe_layer",))
     sides = []
@@ -233,12 +242,10 @@ def check_hot(sides: Sequence[Side], chunk: int) -> None:
             )
 
 
-def plan_chunk(plan: Any) -> int:
-    if plan is None:
-        return CHUNK
+def read_plan(plan: Any) -> "Plan | None":
     from .plan import Plan
 
-    return (plan if isinstance(plan, Plan) else Plan.load(plan)).chunk
+    return plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
 
 
 @contextmanager
