@@ -10,7 +10,7 @@ export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 SOURCES := pyproject.toml CMakeLists.txt README.md LICENSE $(shell find csrc python -type f \
-  \( -name '*.cpp' -o -name '*.mm' -o -name '*.h' -o -name '*.py' -o -name '*.pyi' -o -name py.typed \))
+  \( -name '*.cpp' -o -name '*.mm' -o -name '*.h' -o -name '*.py' -o -name '*.pyi' -o -name '*.json' -o -name py.typed \))
 CPP     := $(shell find csrc tests/cpp -type f \( -name '*.cpp' -o -name '*.mm' -o -name '*.h' \))
 
 .PHONY: help demo test cpp-test cpp-test-aarch64 lint format bench clean
