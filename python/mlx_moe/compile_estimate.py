@@ -1,10 +1,10 @@
 """What compiling will take: space from the plan, time from small packages written here and now."""
 
-import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -79,7 +79,8 @@ def estimate_seconds(
     """Seconds for the packages of `tasks`, from a measurement of a few seconds."""
     if not tasks:
         return 0.0
-    start, fixed, text, byte = _writing_costs(directory, tasks[0].weights)
+    workers = min(workers, len(tasks))
+    start, fixed, text, byte = _writing_costs(directory, tasks[0].weights, workers)
     layer, value = _reading_costs(tasks[0], source)
     read = layer * len({task.layer for task in tasks})
     read += value * sum(task.raw_bytes for task in tasks)
@@ -87,26 +88,40 @@ def estimate_seconds(
         fixed + len(task.capacities) * (text * len(task.experts) + byte * task.raw_bytes)
         for task in tasks
     )
-    workers = min(workers, len(tasks), os.cpu_count() or 1)
     return start + max(read, write / workers) + min(read, write / workers) / len(tasks)
 
 
-def _writing_costs(directory: Path, weights: str) -> tuple[float, float, float, float]:
-    """Seconds to start a worker, for a package, for an expert and a byte in each function."""
-    worker = Worker()
-    try:
-        with writing(directory), tempfile.TemporaryDirectory(dir=directory) as scratch:
-            times = []
-            for number, probe in enumerate((PROBES[0], *PROBES)):
-                stage = Path(scratch, str(number))
-                stage.mkdir()
-                times.append(_timed(partial(_write, worker, stage, weights, *probe)))
-    finally:
-        worker.close()
-    first, small, many, large = times
+def _writing_costs(
+    directory: Path, weights: str, workers: int
+) -> tuple[float, float, float, float]:
+    """Seconds to start a worker, for a package, for an expert and a byte in each function.
+
+    Of as many workers at once as there will be: they share processors, memory and disk.
+    """
+    with (
+        writing(directory),
+        tempfile.TemporaryDirectory(dir=directory) as scratch,
+        ThreadPoolExecutor(workers) as threads,
+    ):
+        stages = [Path(scratch, str(number)) for number in range(workers)]
+        all_times = list(threads.map(partial(_probe, weights), stages))
+    first, small, many, large = np.mean(all_times, axis=0).tolist()
     text = max(many - small, 0.0) / (8 * 2 - 1)
     byte = max(large - small, 0.0) / (3 * 2 * (1024**2 - 32**2))
     return first - small, max(small - text, 0.0), text, byte
+
+
+def _probe(weights: str, directory: Path) -> list[float]:
+    """Seconds for the first package of a worker, and for each of PROBES after it."""
+    times, worker = [], Worker()
+    try:
+        for number, probe in enumerate((PROBES[0], *PROBES)):
+            stage = directory / str(number)
+            stage.mkdir(parents=True)
+            times.append(_timed(partial(_write, worker, stage, weights, *probe)))
+    finally:
+        worker.close()
+    return times
 
 
 def _write(worker: Worker, stage: Path, weights: str, count: int, functions: int, d: int) -> None:
