@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from artifacts import group, plan
 from commands import INTERRUPTIBLE, call
+from families import FAMILIES, build
 
 pytest.importorskip("coremltools")
 
@@ -27,6 +28,7 @@ from mlx_moe import compile as compiling
 from mlx_moe import compile_worker, errors
 from mlx_moe.compile import compile_plan, estimate_plan
 from mlx_moe.experts_weights import ExpertWeights, expert_weights
+from mlx_moe.facts import layer_facts
 from mlx_moe.identity import identity_of_files, identity_of_model
 from mlx_moe.manifest import Manifest
 from mlx_moe.plan import Plan
@@ -140,6 +142,38 @@ def test_a_model_in_memory_compiles_to_the_same(
     found = compile_plan(model, part, tmp_path / "o", workers=1, progress=False)
     for id in ("l1.g0.p0", "l1.g0.p1"):
         assert blob(found, id).read_bytes() == blob(compiled, id).read_bytes()
+
+
+def test_two_matrices_biases_and_a_shared_expert(tmp_path: Path) -> None:
+    for family in (f for f in FAMILIES if f.name in ("phixtral", "qwen2_moe")):
+        made = build(family)
+        facts = next(f for f in layer_facts(made) if f.kind == "mlp" or f.shared)
+        whole, beside = [group("routed", [3, 1], 32, (0, facts.inner))], {}
+        if facts.shared is not None:
+            beside = {facts.name: [group("shared", [0], 64, (0, facts.shared.inner))]}
+        planned = plan(made, {facts.name: whole}, shared=beside)
+        found = compile_plan(made, planned, tmp_path / family.name, workers=1, progress=False)
+        routed = found.package("routed")
+        assert (routed.kind, routed.layer) == (facts.kind, facts.name)
+        assert all((t.gate is None) == (facts.kind == "mlp") for t in routed.tensors)
+        assert all((t.up_bias is None) != facts.biases for t in routed.tensors)
+        modules = dict(made.named_modules())
+        x = mx.random.normal((32, facts.hidden)).astype(mx.float16)
+        tile = np.concatenate([np.array(x).T] * 2, axis=1)[None, :, None]
+        y = MilProgram(found.package_path("routed"))("c32", x=tile)["y"][0, :, 0].T
+        ids = mx.broadcast_to(mx.array([3, 1], mx.uint32), (32, 2))
+        stock = modules[facts.name](x.astype(mx.float32), ids)
+        check(y, np.concatenate([stock[:, 0], stock[:, 1]]))
+        if facts.shared is not None:
+            shared = found.package("shared")
+            assert (shared.layer, shared.experts) == (facts.shared.name, (0,))
+            assert list(shared.functions) == [32, 64]
+            y = MilProgram(found.package_path("shared"))("c32", x=tile[..., :32])["y"][0, :, 0].T
+            check(y, np.array(modules[shared.layer](x.astype(mx.float32))))
+
+
+def check(found: np.ndarray, expected: np.ndarray) -> None:
+    assert np.linalg.norm(found - expected) <= 1e-3 * np.linalg.norm(expected)
 
 
 def test_int8_is_scaled_by_channel(
