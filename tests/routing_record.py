@@ -1,4 +1,5 @@
-"""What a stock model's expert layers were called with, recorded without mlx_moe."""
+"""What a stock model's expert layers were called with, recorded without mlx_moe, and what
+quantiles of it may differ by."""
 
 from __future__ import annotations
 
@@ -13,6 +14,9 @@ import pytest
 from families import switches
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
+
+from mlx_moe.calibration import QUANTILES
+from mlx_moe.counting import QUANTILE_ERROR
 
 
 class Weighted:
@@ -66,3 +70,14 @@ def record(
             for start in range(0, len(document), chunk):
                 mx.eval(model(mx.array([document[start : start + chunk]]), cache=cache))
     return calls
+
+
+def assert_quantiles(found: Any, values: list[list[float]], rounding: float = 1e-4) -> None:
+    """Within the promised error of numpy's order statistics; NaN without values."""
+    for row, sample in zip(found, values, strict=True):
+        if not sample:
+            assert np.isnan(row).all()
+            continue
+        exact = np.quantile(np.array(sample), QUANTILES, method="inverted_cdf")
+        # A value at the edge of a bin may round into the next one.
+        np.testing.assert_allclose(row, exact, rtol=QUANTILE_ERROR + rounding)

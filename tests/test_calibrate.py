@@ -10,13 +10,12 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from families import FAMILIES, VOCAB, Family, build, switches
-from routing_record import record
+from routing_record import assert_quantiles, record
 
 import mlx_moe
 from mlx_moe import Calibration, InvalidArgument, NoMoELayers, calibrate
-from mlx_moe.calibration import QUANTILES
 from mlx_moe.calibration_state import state_path
-from mlx_moe.counting import PENDING, QUANTILE_ERROR, LayerCounts, LogHistograms, log_bins
+from mlx_moe.counting import LayerCounts
 from mlx_moe.errors import BadData, CorruptFile, IdentityMismatch
 
 CHUNK = 16
@@ -55,17 +54,6 @@ def brute_force(calls: list[dict[str, Any]], experts: int) -> dict[str, Any]:
                 for other in chosen:
                     pairs[e, other] += 1
     return {"loads": loads, "pairs": pairs, "norms": norms, "scores": scores}
-
-
-def assert_quantiles(found: Any, values: list[list[float]], rounding: float = 1e-4) -> None:
-    """Within the promised error of numpy's order statistics; NaN without values."""
-    for row, sample in zip(found, values, strict=True):
-        if not sample:
-            assert np.isnan(row).all()
-            continue
-        exact = np.quantile(np.array(sample), QUANTILES, method="inverted_cdf")
-        # A value at the edge of a bin may round into the next one.
-        np.testing.assert_allclose(row, exact, rtol=QUANTILE_ERROR + rounding)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
@@ -370,48 +358,6 @@ def test_a_damaged_state_is_refused(tmp_path: Path, cut: int) -> None:
     state.write_bytes(state.read_bytes()[:cut])
     with pytest.raises(CorruptFile, match=r"c\.npz\.partial"):
         calibrate(model, TEXTS, chunk=CHUNK, out=out)
-
-
-# The counters themselves
-
-
-def test_quantiles_are_within_the_promised_error() -> None:
-    rng = np.random.default_rng(1)
-    experts, values = 5, np.exp(rng.normal(0, 4, 20000)).astype(np.float32)
-    ids = rng.integers(0, experts - 1, len(values))  # the last expert gets none
-    histograms = LogHistograms(experts)
-    for part in np.array_split(np.arange(len(values)), 7):
-        histograms.add(ids[part], log_bins(values[part]))
-    sample = [values[ids == e].astype(float).tolist() for e in range(experts)]
-    assert_quantiles(histograms.quantiles(QUANTILES), sample, 0)
-
-
-@pytest.mark.parametrize("value", [0.0, 1e-30, 1e30, np.inf, np.nan, -2.0])
-def test_values_out_of_range_are_counted(value: float) -> None:
-    histograms = LogHistograms(1)
-    histograms.add(np.array([0, 0]), log_bins(np.array([value, 1.0], np.float32)))
-    assert histograms.counts.sum() == 2
-    assert histograms.counts.size <= 64 * 64 and np.isfinite(histograms.quantiles((0.5,))).all()
-
-
-def test_many_chunks_are_counted_together() -> None:
-    rng = np.random.default_rng(4)
-    counts = LayerCounts(6)
-    calls = []
-    for tokens in (PENDING // 4, 3, PENDING // 2, 50):
-        ids = rng.permuted(np.tile(np.arange(6), (tokens, 1)), axis=1)[:, :3]
-        call = {"ids": ids, "norms": np.ones(tokens), "scores": rng.random(ids.shape) + 0.1}
-        counts.stage(ids, call["norms"], call["scores"])
-        counts.discard()  # what is not committed leaves no trace
-        counts.stage(ids, call["norms"], call["scores"])
-        counts.commit()
-        calls.append(call)
-    loads = np.stack([np.bincount(call["ids"].ravel(), minlength=6) for call in calls])
-    every = np.concatenate([call["ids"] for call in calls])
-    onehot = (every[:, :, None] == np.arange(6)).sum(1)
-    np.testing.assert_array_equal(counts.loads, loads)
-    np.testing.assert_array_equal(counts.coactivation(), onehot.T @ onehot)
-    assert counts.norms.counts.sum() == counts.scores.counts.sum() == every.size
 
 
 def test_the_public_name_is_the_function_whatever_was_imported() -> None:
