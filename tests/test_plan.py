@@ -112,7 +112,11 @@ MUTATIONS = {
     "expert beyond": (lambda d: group(d).update(experts=[8]), r"groups\[0\].experts"),
     "expert below": (lambda d: group(d).update(experts=[-1]), r"groups\[0\].experts"),
     "no experts": (lambda d: group(d).update(experts=[]), r"groups\[0\].experts"),
-    "tier of none": (lambda d: group(d).update(tier=1024), r"groups\[0\].tier|tiers"),
+    "tier of none": (
+        lambda d: [group(d, part).update(tier=1024) for part in (0, 1)],
+        r"groups\[0\].tier: 1024 is not one of",
+    ),
+    "tier of one part": (lambda d: group(d).update(tier=1024), r"have parts .* and tiers"),
     "split": (lambda d: group(d).update(split=[0, 7000]), "do not cover"),
     "split beyond": (lambda d: group(d).update(split=[0, 14400]), r"groups\[0\].split"),
     "split backwards": (lambda d: group(d).update(split=[9, 9]), r"groups\[0\].split"),
