@@ -17,7 +17,7 @@ import mlx_lm
 import numpy as np
 import pytest
 from artifacts import group, plan
-from commands import INTERRUPTIBLE, call
+from commands import INTERRUPTIBLE
 from families import FAMILIES, build
 
 pytest.importorskip("coremltools")
@@ -26,6 +26,7 @@ from mil_interpreter import MilProgram
 
 from mlx_moe import compile as compiling
 from mlx_moe import compile_worker, errors
+from mlx_moe.cli import main
 from mlx_moe.compile import compile_plan, estimate_plan
 from mlx_moe.experts_weights import ExpertWeights, expert_weights
 from mlx_moe.facts import layer_facts
@@ -221,6 +222,16 @@ def test_what_is_current_is_kept_and_the_rest_is_written(
         found.check_plan(tiny_plan)
 
 
+def test_what_is_about_to_change_has_no_manifest(copied: Path, compiled: Manifest) -> None:
+    directory = compiling.CompileDirectory(copied)
+    before = directory.finished()
+    directory.begin(before)
+    with pytest.raises(errors.CorruptArtifact, match="has no manifest.json"):
+        Manifest.load(copied)
+    assert directory.finished() == before == {p.id: p for p in compiled.packages}
+    assert all(directory.is_current(entry, entry.recipe) for entry in before.values())
+
+
 def test_damage_is_named_and_mended(
     copied: Path, compiled: Manifest, tiny_plan: Plan, tiny_model_path: Path
 ) -> None:
@@ -267,9 +278,8 @@ def test_killed_half_way_leaves_no_manifest_and_goes_on(
     assert 0 < len(done) < 4 and not (out / "manifest.json").exists()
     with pytest.raises(errors.CorruptArtifact, match=f"{out} has no manifest.json.*finish it"):
         Manifest.load(out)
-    finished = call("mlx_moe", *arguments, "--json", "-")
-    assert finished.returncode == 0, finished.stderr
-    assert len(json.loads(finished.stdout)["packages"]) == 4
+    finished = compile_plan(tiny_model_path, tiny_plan, out, workers=1, progress=False)
+    assert len(finished.packages) == 4
     assert {name: stamp for name, stamp in stamps(out).items() if name in done} == done
     Manifest.load(out).verify(deep=True)
     assert not (out / ".compiling").exists()
@@ -485,20 +495,26 @@ def test_without_coremltools_the_error_says_what_to_do(
 
 
 def test_the_command_compiles_estimates_and_verifies(
-    copied: Path, tiny_plan: Plan, tiny_model_path: Path, tmp_path: Path
+    copied: Path,
+    tiny_plan: Plan,
+    tiny_model_path: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     tiny_plan.save(tmp_path / "plan.json")
-    arguments = ("compile", "--plan", tmp_path / "plan.json", "-o", copied)
-    ran = call("mlx_moe", *arguments, "--model", tiny_model_path)
-    assert ran.returncode == 0, ran.stderr
-    assert "4 packages" in ran.stdout and LAYERS[1] in ran.stdout
-    estimate = call("mlx_moe", *arguments, "--model", tiny_model_path, "--estimate", "--json", "-")
-    assert json.loads(estimate.stdout)["missing"] == 0
-    assert call("mlx_moe", *arguments, "--verify").returncode == 0
+    arguments = ["compile", "--plan", str(tmp_path / "plan.json"), "-o", str(copied)]
+    model = ["--model", str(tiny_model_path)]
+    assert main([*arguments, *model]) == 0
+    out = capsys.readouterr().out
+    assert "4 packages" in out and LAYERS[1] in out
+    assert main([*arguments, *model, "--estimate", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["missing"] == 0
+    assert main([*arguments, "--verify"]) == 0
     (copied / "l0.g0.mlpackage" / "Manifest.json").write_text("{}")
-    broken = call("mlx_moe", *arguments, "--verify")
-    assert broken.returncode == 1 and "l0.g0.mlpackage/Manifest.json has 2 bytes" in broken.stderr
-    assert call("mlx_moe", *arguments).returncode == 2  # no --model
+    assert main([*arguments, "--verify"]) == 1
+    assert "l0.g0.mlpackage/Manifest.json has 2 bytes" in capsys.readouterr().err
+    with pytest.raises(SystemExit):  # no --model
+        main(arguments)
 
 
 class started:

@@ -87,6 +87,7 @@ def test_it_comes_back_as_it_was_saved(tmp_path: Path) -> None:
         (("packages", 0, "tensors", 0, "up", "offset"), 1 << 70, "ends past its blob"),
         (("packages", 0, "tensors", 1, "gate", "scale_offset"), 95, "ends past its blob"),
         (("packages", 0, "tensors", 1, "gate", "scale_offset"), None, "scale_offset None"),
+        (("packages", 0, "tensors", 0, "down", "shape"), [], "'shape'"),
         (("packages", 0, "tensors", 0, "down", "shape"), [2, 4], "another shape"),
         (("packages", 0, "tensors", 0, "down"), None, "no up or down"),
         (("packages", 0, "activation_parameters"), {"alpha": "x"}, "'activation_parameters'"),

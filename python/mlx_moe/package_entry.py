@@ -171,6 +171,13 @@ def _parameters(value: Any) -> dict[str, float]:
     return {text(name): float(number) for name, number in value.items()}
 
 
+def _shape(value: Any) -> tuple[int, ...]:
+    shape = counts(value)
+    if len(shape) not in (1, 2):
+        raise ValueError
+    return shape
+
+
 def _expert(value: Any, what: str) -> ExpertTensors:
     if not isinstance(value, dict):
         raise CorruptArtifact(f"{what}: an expert is no object; compile it again")
@@ -188,7 +195,7 @@ def _tensor(value: Any, what: str) -> Tensor | None:
     dtype, scale = take("dtype", text), take("scale_offset", _optional)
     if dtype not in ITEM_BYTES or (dtype == "int8") != (scale is not None):
         raise CorruptArtifact(f"{what}: a tensor of {dtype!r} with scale_offset {scale!r}")
-    return Tensor(take("offset", count), dtype, take("shape", counts), scale)
+    return Tensor(take("offset", count), dtype, take("shape", _shape), scale)
 
 
 def _optional(value: Any) -> int | None:
