@@ -14,7 +14,7 @@ from .compile_directory import CompileDirectory, writing
 from .compile_estimate import Estimate, estimate_tasks, space_needed
 from .compile_tasks import Task, WeightSource, tasks_of
 from .compile_worker import PACKAGE, Worker, stage_weights
-from .coreml import WEIGHTS, Weights, coremltools, function_name
+from .coreml import WEIGHTS, Weights, check_coremltools, function_name
 from .errors import CorruptArtifact, DiskFull, InvalidArgument
 from .manifest import Manifest
 from .mil_program import INPUT, OUTPUT
@@ -102,7 +102,7 @@ class Compilation:
             raise InvalidArgument(f"weights are {chosen!r}; expected {' or '.join(WEIGHTS)}")
         self.weights: Weights = chosen  # type: ignore[assignment]
         self.tasks = tasks_of(self.plan, self.weights)
-        coremltools()  # early: it may be missing
+        check_coremltools()
         self.source = WeightSource(model, trust_remote_code)
         self.source.check_identity(self.tasks[0].identity)
         self.activations = {task.id: self.source.activation(task) for task in self.tasks}

@@ -5,10 +5,9 @@ Writing works where coremltools does, on Linux too; running a package takes macO
 """
 
 import gc
-import importlib
+import importlib.util
 import logging
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,22 +32,32 @@ def function_name(capacity: int) -> str:
     return f"c{capacity}"
 
 
+def check_coremltools() -> None:
+    """Raise MissingDependency if coremltools is not installed; does not wait for its import."""
+    if importlib.util.find_spec("coremltools") is None:
+        raise MissingDependency(
+            "compiling needs coremltools 9 or newer, which is not installed; where it has no "
+            "release for your Python (as for 3.14) use an older Python to compile: the artifacts "
+            "run with any"
+        )
+
+
 def coremltools() -> Any:
-    """The coremltools module, quiet about what it lacks off macOS.
+    """The coremltools module, imported without warnings of what it lacks off macOS.
 
     Raises:
         MissingDependency: it is not installed.
     """
-    os.environ.setdefault("TQDM_DISABLE", "1")  # its bars, one for every function's passes
-    for name in ("coremltools", "transformers"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    check_coremltools()
+    logs = [logging.getLogger(name) for name in ("coremltools", "transformers")]
+    before = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.ERROR)
     try:
         return importlib.import_module("coremltools")
-    except ImportError as error:
-        raise MissingDependency(
-            f"compiling needs coremltools 9 or newer ({error}); install it with an older Python "
-            "if it has no release for yours (as for 3.14): the artifacts run with any"
-        ) from error
+    finally:
+        for log, level in zip(logs, before, strict=True):
+            log.setLevel(level)
 
 
 def write_package(
