@@ -10,16 +10,18 @@ export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 SOURCES := pyproject.toml CMakeLists.txt README.md LICENSE $(shell find csrc python -type f \
-  \( -name '*.cpp' -o -name '*.mm' -o -name '*.h' -o -name '*.py' -o -name '*.pyi' -o -name '*.json' -o -name py.typed \))
-CPP     := $(shell find csrc tests/cpp -type f \( -name '*.cpp' -o -name '*.mm' -o -name '*.h' \))
+  \( -name '*.cpp' -o -name '*.mm' -o -name '*.m' -o -name '*.h' -o -name '*.py' -o -name '*.pyi' -o -name '*.json' -o -name py.typed \))
+CPP     := $(shell find csrc tests/cpp tests/apple -type f \
+  \( -name '*.cpp' -o -name '*.mm' -o -name '*.m' -o -name '*.h' \))
 
-.PHONY: help demo test cpp-test cpp-test-aarch64 lint format bench clean
+.PHONY: help demo test cpp-test cpp-test-aarch64 check-apple lint format bench clean
 
 help:
 	@echo "make demo              generate text with the example model, through mlx_moe's layers"
 	@echo "make test              install and run the tests (C++ unit tests too where doctest is found)"
 	@echo "make cpp-test          C++ unit tests under ASan and UBSan (needs doctest)"
 	@echo "make cpp-test-aarch64  the same tests cross-built and run by qemu-aarch64"
+	@echo "make check-apple       the Objective-C++ on Linux: types for macOS, and tests on our own Core ML"
 	@echo "make lint | format     ruff, mypy and clang-format: check | rewrite"
 	@echo "make bench             run the benchmarks, against other engines where they install"
 
@@ -48,6 +50,9 @@ cpp-test-aarch64: $(VENV)/.dev
 	$(BIN)/cmake $(CPP_TEST) -B build/aarch64 -DCMAKE_TOOLCHAIN_FILE=tests/cpp/aarch64.cmake
 	$(BIN)/cmake --build build/aarch64
 	$(BIN)/ctest --test-dir build/aarch64 --output-on-failure --no-tests=error
+
+check-apple: $(VENV)/.apple
+	tests/apple/check.sh $(BIN) build/apple
 
 lint: $(VENV)/.installed $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -83,6 +88,11 @@ $(VENV)/.installed: $(BIN)/python $(SOURCES)
 # These add an extra's packages to the installed package; nothing is built again.
 $(VENV)/.dev: pyproject.toml | $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet 'mlx-npumoe[dev]'
+	@touch $@
+
+# A compiler for macOS with the headers of its C library.
+$(VENV)/.apple: | $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet 'ziglang>=0.15'
 	@touch $@
 
 $(VENV)/.bench: pyproject.toml | $(VENV)/.installed
