@@ -72,8 +72,12 @@ def test_it_comes_back_as_it_was_saved(tmp_path: Path) -> None:
         (("weights",), "int3", "weights are 'int3'"),
         (("identity",), {"name": 3}, "identity"),
         (("packages",), {}, "'packages'"),
-        (("packages", 1, "id"), "g0", "same id"),
+        (("packages", 1), entry("g0").to_json(), "same id"),
+        (("packages", 0, "id"), "../../elsewhere", "'id'"),
         (("packages", 0, "path"), "../elsewhere", "'g0': 'path'"),
+        (("packages", 0, "path"), ".", "its path is '.'"),
+        (("packages", 0, "path"), "g1.mlpackage", "its path is 'g1.mlpackage'"),
+        (("packages", 0, "files"), {"a\0b": {"bytes": 1, "sha256": "x"}}, "'g0': 'files'"),
         (("packages", 0, "blob"), "/etc/passwd", "'g0': 'blob'"),
         (("packages", 0, "blob"), "Manifest.txt", "not among its files"),
         (("packages", 0, "experts"), [3, 2], "not its experts'"),
@@ -91,6 +95,7 @@ def test_it_comes_back_as_it_was_saved(tmp_path: Path) -> None:
         (("packages", 0, "tensors", 0, "down", "shape"), [2, 4], "another shape"),
         (("packages", 0, "tensors", 0, "down"), None, "no up or down"),
         (("packages", 0, "activation_parameters"), {"alpha": "x"}, "'activation_parameters'"),
+        (("packages", 0, "activation_parameters"), {"alpha": 10**400}, "'activation_parameters'"),
     ],
 )
 def test_what_cannot_be_is_named(path: Any, value: Any, message: str, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .errors import CorruptArtifact
-from .json_fields import Reader, count, counts, relative, text
+from .json_fields import Reader, count, counts, file_name, relative, text
 
 ITEM_BYTES = {"fp16": 2, "int8": 1}
 TENSORS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
@@ -106,7 +106,7 @@ class PackageEntry:
     def from_json(cls, value: Any, what: str) -> "PackageEntry":
         """The entry that `to_json` wrote; CorruptArtifact, which names `what`, for another."""
         take = Reader(value, what)
-        id = take("id", text)
+        id = take("id", file_name)
         take.what = f"{what}: package {id!r}"
         entry = cls(
             id=id,
@@ -144,6 +144,7 @@ class PackageEntry:
         tensors = [(key, getattr(e, key)) for e in self.tensors for key in TENSORS]
         present = [(key, tensor) for key, tensor in tensors if tensor is not None]
         for good, complaint in (
+            (self.path == f"{self.id}.mlpackage", f"its path is {self.path!r}"),
             (blob is not None, f"its blob {self.blob!r} is not among its files"),
             (self.experts == tuple(e.expert for e in self.tensors), "tensors are not its experts'"),
             (bool(self.experts) and end - begin == self.inner, "split and inner differ"),

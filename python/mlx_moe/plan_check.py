@@ -1,18 +1,16 @@
 """What must hold in a plan that others may have changed."""
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .errors import CorruptFile
+from .json_fields import FILE_NAME
 from .tiers import STEP
 
 if TYPE_CHECKING:
     from .plan import Group, LayerPlan, Plan
-
-FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
 class Fields:
