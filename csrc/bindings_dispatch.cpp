@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "bindings_common.h"
+#include "dispatch/coreml.h"
 #include "dispatch/host.h"
 #include "dispatch/queue.h"
 
@@ -126,6 +127,81 @@ class HostDispatcher : public Dispatcher {
   HostExecutor& host() const { return static_cast<HostExecutor&>(queue_->executor()); }
 };
 
+void require_ok(const Status& status) {
+  if (!status.ok()) throw Error(status.message);
+}
+
+class CoreMLDispatcher : public Dispatcher {
+ public:
+  CoreMLDispatcher(size_t in_flight, bool surfaces) : Dispatcher(make(surfaces), in_flight) {}
+
+  size_t load(const std::map<size_t, std::pair<std::string, std::string>>& functions, size_t groups,
+              size_t width, const std::string& input, const std::string& output) {
+    CoreMLProgram p{groups, width, input, output, {}};
+    for (const auto& [capacity, f] : functions) p.functions[capacity] = {f.first, f.second};
+    size_t number = 0;
+    nb::gil_scoped_release free;
+    require_ok(coreml().load(p, number));
+    return number;
+  }
+
+  std::map<std::string, size_t> buffers() const {
+    const CoreMLExecutor::Counts c = coreml().counts();
+    return {{"surfaces", c.surfaces}, {"pages", c.pages}, {"copied", c.copied}};
+  }
+
+ private:
+  static std::unique_ptr<CoreMLExecutor> make(bool surfaces) {
+    require_ok(coreml_available());
+    return std::make_unique<CoreMLExecutor>(surfaces);
+  }
+  CoreMLExecutor& coreml() const { return static_cast<CoreMLExecutor&>(queue_->executor()); }
+};
+
+using UnitCounts = std::map<std::string, std::pair<size_t, size_t>>;
+
+UnitCounts placement_of(const std::string& compiled, const std::string& function) {
+  Placement p;
+  nb::gil_scoped_release free;
+  require_ok(coreml_placement({compiled, function}, p));
+  return {{"ane", {p.ane.operations, p.ane.products}},
+          {"gpu", {p.gpu.operations, p.gpu.products}},
+          {"cpu", {p.cpu.operations, p.cpu.products}},
+          {"other", {p.other.operations, p.other.products}}};
+}
+
+void bind_coreml(nb::module_& m) {
+  nb::class_<CoreMLDispatcher, Dispatcher>(
+      m, "CoreMLExecutor",
+      "Runs compiled groups through Core ML (macOS 14 or newer), asked for the Neural Engine and\n"
+      "the CPU. surfaces: keep tiles on IOSurfaces, which the Neural Engine reads in place.\n"
+      "Raises InvalidArgument where there is no Core ML.")
+      .def(nb::init<size_t, bool>(), nb::kw_only(), "in_flight"_a = 4, "surfaces"_a = true)
+      .def("load", &CoreMLDispatcher::load, "functions"_a, "groups"_a, "width"_a, "input"_a,
+           "output"_a,
+           "Load a program and return its number.\n\n"
+           "functions: by capacity, the compiled model and the name of its function, '' for the\n"
+           "only one. Raises InvalidArgument, which names the file, if one does not load or has\n"
+           "other shapes than [1, width, 1, groups * capacity] of float16.")
+      .def_prop_ro("buffers", &CoreMLDispatcher::buffers,
+                   "surfaces and pages (buffers made) and copied (results elsewhere than there).");
+  m.def(
+      "coreml_missing", [] { return coreml_available().message; },
+      "Why there is no Core ML here, or ''.");
+  m.def(
+      "coreml_compile",
+      [](const std::string& package) {
+        std::string compiled;
+        nb::gil_scoped_release free;
+        require_ok(coreml_compile(package, compiled));
+        return compiled;
+      },
+      "package"_a, "Compile an .mlpackage; returns a temporary directory that is the caller's.");
+  m.def("coreml_placement", &placement_of, "compiled"_a, "function"_a,
+        "Operations, and convolutions among them, by the unit that Core ML prefers for them:\n"
+        "ane, gpu, cpu and other. Raises InvalidArgument if it does not say.");
+}
+
 }  // namespace
 
 void bind_dispatch(nb::module_& m) {
@@ -140,7 +216,7 @@ void bind_dispatch(nb::module_& m) {
   nb::class_<Submitted>(m, "Submitted", "Tiles that an executor was handed; keeps them alive.")
       .def("wait", &Submitted::wait,
            "Wait for all of them. A text for each: '' if its out is written and finite,\n"
-           "'not finite' if it holds an infinity or a NaN, else what went wrong.");
+           "'not finite' if it or x holds an infinity or a NaN, else what went wrong.");
   nb::class_<Dispatcher>(m, "StaticExecutor", "What runs programs of fixed shapes.")
       .def("submit", &Dispatcher::submit, "tiles"_a,
            "Begin (program, x, out) for each: x and out float16 [G, C, d], out is written.\n\n"
@@ -165,6 +241,7 @@ void bind_dispatch(nb::module_& m) {
            "read, a tensor outside of it.")
       .def_prop_ro("decoded_bytes", &HostDispatcher::decoded_bytes,
                    "Memory taken by int8 weights, which are held in float16.");
+  bind_coreml(m);
 }
 
 }  // namespace mlx_moe
