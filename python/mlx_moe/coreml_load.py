@@ -1,0 +1,229 @@
+"""Open compiled groups in Core ML: once in a process of their own, then here, and only those that
+Core ML itself places on the Neural Engine."""
+
+import json
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import cache, core
+from .coreml_trial import Trials
+from .durable import file_sha256, sync_directory, write_json
+from .errors import MissingDependency, MoEError
+from .manifest import NAME, Manifest
+from .package_entry import PackageEntry
+
+UNITS = {"ane": "the Neural Engine", "gpu": "the GPU", "cpu": "the CPU", "other": "another unit"}
+
+logger = logging.getLogger("mlx_moe")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of a group's package.
+
+    Attributes:
+        placement: by capacity and unit ("ane", "gpu", "cpu", "other"), the operations and the
+            convolutions among them that Core ML prefers to run there, as its compute plan says;
+            empty where it does not say.
+        cold: why its experts are computed on the cold path; None if they are not.
+    """
+
+    id: str
+    placement: dict[int, dict[str, tuple[int, int]]]
+    cold: str | None = None
+
+    def operations(self) -> dict[str, int]:
+        """Operations by unit, over all capacities."""
+        found = dict.fromkeys(UNITS, 0)
+        for units in self.placement.values():
+            for unit, (operations, _) in units.items():
+                found[unit] += operations
+        return found
+
+
+def demotion(placement: dict[int, dict[str, tuple[int, int]]]) -> str | None:
+    """Why a group of this placement is computed cold: a convolution is not on the Neural Engine."""
+    for capacity, units in sorted(placement.items()):
+        total = sum(convolutions for _, convolutions in units.values())
+        away = {u: c for u, (_, c) in units.items() if c and u != "ane"}
+        if not total:
+            return f"the compute plan names no unit for its convolutions at capacity {capacity}"
+        if away:
+            where = ", ".join(f"{count} for {UNITS[unit]}" for unit, count in away.items())
+            return f"at capacity {capacity} Core ML prefers, of {total} convolutions, {where}"
+    return None
+
+
+@dataclass
+class CoreMLPrograms:
+    """The programs of an artifacts directory in Core ML.
+
+    Attributes:
+        executor: a core.CoreMLExecutor.
+        reports: by group, in the order in which they were opened.
+    """
+
+    manifest: Manifest
+    executor: Any
+    reports: dict[str, Report] = field(default_factory=dict)
+    _numbers: dict[str, int] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def open(
+        cls, manifest: Manifest, ids: Sequence[str], *, core: Any = core, trials: Any = None
+    ) -> "CoreMLPrograms":
+        """Open groups; one that cannot be opened is cold, which is logged.
+
+        Core ML's own form of each is made the first time, with progress shown, and kept in the
+        cache "compiled" for this manifest and this build of the system.
+
+        Args:
+            core, trials: stand-ins for tests.
+
+        Raises:
+            MissingDependency: there is no Core ML here.
+            MoEError: there can be no cache directory.
+        """
+        if missing := core.coreml_missing():
+            raise MissingDependency(f"backend='coreml': {missing}; backend='host' runs anywhere")
+        programs = cls(manifest, core.CoreMLExecutor())
+        kept = cache_directory(manifest)
+        entries = [manifest.package(id) for id in ids]
+        found = {entry.id: kept_report(kept, entry) for entry in entries}
+        new = [entry for entry in entries if found[entry.id] is None]
+        with closing(trials or Trials()) as trials:
+            for entry in _progress(new):
+                found[entry.id] = try_entry(manifest, entry, kept, trials)
+        for entry in entries:
+            report = found[entry.id]
+            assert report is not None
+            programs._load(entry, kept, report)
+        return programs
+
+    def number(self, id: str) -> int | None:
+        """The executor's number for a group; None for one that is cold."""
+        return self._numbers.get(id)
+
+    def summary(self) -> str:
+        """A sentence for users: what Core ML says, never what it was asked for."""
+        cold = [r for r in self.reports.values() if r.cold is not None]
+        unknown = [r for r in self.reports.values() if r.cold is None and not r.placement]
+        good = len(self.reports) - len(cold) - len(unknown)
+        text = f"Core ML prefers the Neural Engine for {good} of {len(self.reports)} groups"
+        if unknown:
+            text += f"; it does not say for {len(unknown)}"
+        if cold:
+            text += f"; {len(cold)} are computed cold ({cold[0].id}: {cold[0].cold})"
+        return text
+
+    def _load(self, entry: PackageEntry, kept: Path, report: Report) -> None:
+        if report.cold is None:
+            try:
+                self._numbers[entry.id] = self.executor.load(
+                    {c: (str(model_path(kept, entry)), f) for c, f in entry.functions.items()},
+                    len(entry.experts),
+                    entry.hidden,
+                    entry.input,
+                    entry.output,
+                )
+            except MoEError as error:
+                forget(kept, entry)  # to be made anew the next time
+                report = Report(entry.id, report.placement, str(error))
+        if report.cold is not None:
+            logger.warning("%s: group %s is computed cold: %s", entry.layer, entry.id, report.cold)
+        self.reports[entry.id] = report
+
+
+def cache_directory(manifest: Manifest) -> Path:
+    """Where Core ML's form of a manifest's packages is kept for this build of the system."""
+    key = file_sha256(manifest.directory / NAME)[:20]
+    path = cache.make_cache_dir("compiled") / f"{key}-{system_build()}"
+    path.mkdir(exist_ok=True)
+    return path
+
+
+def system_build() -> str:
+    """The build of the operating system, as 23F79; Core ML's form may not outlive it."""
+    if sys.platform == "darwin":
+        command = ["/usr/sbin/sysctl", "-n", "kern.osversion"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if build := done.stdout.strip():
+            return build
+    return platform.release()
+
+
+def model_path(kept: Path, entry: PackageEntry) -> Path:
+    return kept / f"{entry.id}.mlmodelc"
+
+
+def report_path(kept: Path, entry: PackageEntry) -> Path:
+    return kept / f"{entry.id}.json"
+
+
+def kept_report(kept: Path, entry: PackageEntry) -> Report | None:
+    """What an earlier run found, if the compiled model is still there."""
+    try:
+        value = json.loads(report_path(kept, entry).read_bytes())
+        if not model_path(kept, entry).is_dir():
+            return None
+        return _report(entry, value["placement"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def try_entry(manifest: Manifest, entry: PackageEntry, kept: Path, trials: Any) -> Report:
+    """Compile, load and run one package in another process, and keep what came of it."""
+    scratch = kept / f".{entry.id}-{os.getpid()}.mlmodelc"
+    try:
+        reply = trials.request(
+            {
+                "package": str(manifest.directory / entry.path),
+                "compiled": str(scratch),
+                "functions": {str(c): name for c, name in entry.functions.items()},
+                "groups": len(entry.experts),
+                "width": entry.hidden,
+                "input": entry.input,
+                "output": entry.output,
+            }
+        )
+        report = _report(entry, reply["placement"])
+        forget(kept, entry)
+        os.replace(scratch, model_path(kept, entry))
+        sync_directory(kept)
+        write_json(report_path(kept, entry), {"placement": reply["placement"]})
+        return report
+    except (MoEError, OSError) as error:
+        return Report(entry.id, {}, str(error))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def forget(kept: Path, entry: PackageEntry) -> None:
+    """Remove a compiled model; its report first, without which it does not count."""
+    report_path(kept, entry).unlink(missing_ok=True)
+    shutil.rmtree(model_path(kept, entry), ignore_errors=True)
+
+
+def _report(entry: PackageEntry, placement: dict[str, Any]) -> Report:
+    read = {
+        int(capacity): {unit: (int(a), int(b)) for unit, (a, b) in units.items() if unit in UNITS}
+        for capacity, units in placement.items()
+    }
+    return Report(entry.id, read, demotion(read))
+
+
+def _progress(entries: list[PackageEntry]) -> Any:
+    if not entries:
+        return entries
+    from tqdm import tqdm
+
+    return tqdm(entries, desc="preparing for Core ML (once)", unit="group", file=sys.stderr)

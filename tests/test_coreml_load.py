@@ -1,0 +1,269 @@
+"""Opening compiled groups: the process of the first load, the cache, and who is computed cold.
+
+Core ML itself is a stand-in here; what it really does is seen on a Mac alone.
+"""
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_manifest import manifest
+
+from mlx_moe import core, coreml_load
+from mlx_moe.coreml_load import CoreMLPrograms, cache_directory, demotion, model_path
+from mlx_moe.coreml_trial import Trials, try_package
+from mlx_moe.errors import InvalidArgument, MissingDependency, MoEError
+from mlx_moe.manifest import Manifest
+
+ON = {"ane": [9, 6], "gpu": [0, 0], "cpu": [1, 0], "other": [0, 0]}
+SPLIT = {"ane": [7, 4], "gpu": [2, 2], "cpu": [0, 0], "other": [0, 0]}
+
+
+class Executor:
+    """Doubles every tile; refuses models that are not there."""
+
+    def __init__(self) -> None:
+        self.loaded: list[Any] = []
+
+    def load(self, functions: Any, groups: int, width: int, input: str, output: str) -> int:
+        for path, name in functions.values():
+            if not Path(path, name).exists():
+                raise InvalidArgument(f"{path} does not load: no {name}")
+        self.loaded.append((functions, groups, width, input, output))
+        return len(self.loaded) - 1
+
+    def submit(self, tiles: Any) -> Any:
+        (_, x, out) = tiles[0]
+        out[:] = 2 * x
+        return SimpleNamespace(wait=lambda: [""])
+
+
+def fake_core(tmp_path: Path, **changes: Any) -> Any:
+    def compile(package: str) -> str:
+        made = tmp_path / "system" / Path(package).name
+        made.mkdir(parents=True)
+        (made / "c32").touch()
+        (made / "c64").touch()
+        return str(made)
+
+    plain: dict[str, Any] = {
+        "coreml_missing": lambda: "",
+        "coreml_compile": compile,
+        "coreml_placement": lambda path, name: ON,
+        "CoreMLExecutor": Executor,
+    }
+    return SimpleNamespace(**{**plain, **changes})
+
+
+class Here:
+    """Trials without a process; `fails` says how packages end."""
+
+    def __init__(self, core: Any, fails: dict[str, str] | None = None):
+        self.core, self.fails, self.asked = core, fails or {}, []
+
+    def request(self, request: dict[str, Any]) -> dict[str, Any]:
+        name = Path(request["package"]).stem
+        self.asked.append(name)
+        if name in self.fails:
+            raise MoEError(self.fails[name])
+        return try_package(request, self.core)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Manifest:
+    monkeypatch.setenv("MLX_MOE_CACHE", str(tmp_path / "cache"))
+    found = manifest(tmp_path)
+    found.save()
+    return found
+
+
+def test_groups_are_prepared_once_and_loaded_with_their_functions(
+    artifacts: Manifest, tmp_path: Path
+) -> None:
+    fake = fake_core(tmp_path)
+    first = Here(fake)
+    programs = CoreMLPrograms.open(artifacts, ["g0", "g1"], core=fake, trials=first)
+    assert first.asked == ["g0", "g1"]
+    assert [programs.number("g0"), programs.number("g1")] == [0, 1]
+    kept = cache_directory(artifacts)
+    path = str(model_path(kept, artifacts.package("g0")))
+    expected = ({32: (path, "c32"), 64: (path, "c64")}, 2, 4, "x", "y")
+    assert programs.executor.loaded[0] == expected
+    assert programs.summary() == "Core ML prefers the Neural Engine for 2 of 2 groups"
+    assert programs.reports["g0"].operations() == {"ane": 18, "gpu": 0, "cpu": 2, "other": 0}
+    assert not [p for p in kept.iterdir() if p.name.startswith(".")]
+
+    again = Here(fake)
+    programs = CoreMLPrograms.open(artifacts, ["g0", "g1"], core=fake, trials=again)
+    assert again.asked == [] and programs.number("g1") == 1
+
+
+@pytest.mark.parametrize("what", ["report", "model", "manifest", "system"])
+def test_what_is_gone_or_of_another_time_is_prepared_anew(
+    artifacts: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    fake = fake_core(tmp_path)
+    CoreMLPrograms.open(artifacts, ["g0"], core=fake, trials=Here(fake))
+    kept, entry = cache_directory(artifacts), artifacts.package("g0")
+    if what == "report":
+        coreml_load.report_path(kept, entry).write_text('{"placement": 3}')
+    elif what == "model":
+        (model_path(kept, entry)).rename(tmp_path / "away")
+    elif what == "manifest":
+        (tmp_path / "manifest.json").write_text((tmp_path / "manifest.json").read_text() + " ")
+    else:
+        monkeypatch.setattr(coreml_load, "system_build", lambda: "24A1")
+    trials = Here(fake)
+    CoreMLPrograms.open(artifacts, ["g0"], core=fake, trials=trials)
+    assert trials.asked == ["g0"]
+
+
+def test_a_package_that_fails_is_cold_and_tried_again_the_next_time(
+    artifacts: Manifest, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake = fake_core(tmp_path)
+    trials = Here(fake, {"g0": "its first load crashed (SIGSEGV)"})
+    programs = CoreMLPrograms.open(artifacts, ["g0", "g1"], core=fake, trials=trials)
+    assert programs.number("g0") is None and programs.number("g1") == 0
+    assert "1 of 2 groups; 1 are computed cold (g0: its first load crashed" in programs.summary()
+    assert "group g0 is computed cold: its first load crashed (SIGSEGV)" in caplog.text
+    later = Here(fake)
+    programs = CoreMLPrograms.open(artifacts, ["g0", "g1"], core=fake, trials=later)
+    assert later.asked == ["g0"] and programs.number("g0") == 0
+
+
+def test_a_model_that_no_longer_loads_here_is_cold_and_forgotten(
+    artifacts: Manifest, tmp_path: Path
+) -> None:
+    fake = fake_core(tmp_path)
+    CoreMLPrograms.open(artifacts, ["g0"], core=fake, trials=Here(fake))
+    kept, entry = cache_directory(artifacts), artifacts.package("g0")
+    (model_path(kept, entry) / "c64").unlink()
+    programs = CoreMLPrograms.open(artifacts, ["g0"], core=fake, trials=Here(fake))
+    assert programs.number("g0") is None
+    assert "does not load" in (programs.reports["g0"].cold or "")
+    assert not model_path(kept, entry).exists()
+
+
+def test_a_group_that_is_not_on_the_neural_engine_is_cold(
+    artifacts: Manifest, tmp_path: Path
+) -> None:
+    fake = fake_core(tmp_path, coreml_placement=lambda path, name: SPLIT if name == "c64" else ON)
+    programs = CoreMLPrograms.open(artifacts, ["g0"], core=fake, trials=Here(fake))
+    assert programs.number("g0") is None and not programs.executor.loaded
+    assert programs.summary() == (
+        "Core ML prefers the Neural Engine for 0 of 1 groups; 1 are computed cold (g0: at capacity "
+        "64 Core ML prefers, of 6 convolutions, 2 for the GPU)"
+    )
+
+
+def test_without_a_compute_plan_nothing_is_said_of_the_neural_engine(
+    artifacts: Manifest, tmp_path: Path
+) -> None:
+    def none(path: str, name: str) -> Any:
+        raise InvalidArgument("a compute plan takes macOS 14.4 or newer")
+
+    fake = fake_core(tmp_path, coreml_placement=none)
+    programs = CoreMLPrograms.open(artifacts, ["g0"], core=fake, trials=Here(fake))
+    assert programs.number("g0") == 0
+    text = "Core ML prefers the Neural Engine for 0 of 1 groups; it does not say for 1"
+    assert programs.summary() == text
+
+
+def test_demotion_needs_every_convolution_on_the_neural_engine() -> None:
+    assert demotion({32: ON, 64: ON}) is None  # type: ignore[dict-item]
+    assert demotion({}) is None
+    assert "2 for the GPU" in (demotion({32: SPLIT}) or "")  # type: ignore[dict-item]
+    nothing = {unit: (3, 0) for unit in ON}
+    assert "names no unit" in (demotion({32: nothing}) or "")
+
+
+@pytest.mark.skipif(not core.coreml_missing(), reason="Core ML is here")
+def test_without_core_ml_it_is_said(artifacts: Manifest) -> None:
+    with pytest.raises(MissingDependency, match="part of macOS.*backend='host' runs anywhere"):
+        CoreMLPrograms.open(artifacts, ["g0"])
+
+
+def test_a_first_prediction_that_fails_fails_the_package(tmp_path: Path) -> None:
+    class Failing(Executor):
+        def submit(self, tiles: Any) -> Any:
+            return SimpleNamespace(wait=lambda: ["a prediction failed: Error (com.apple.CoreML 5)"])
+
+    fake = fake_core(tmp_path, CoreMLExecutor=Failing)
+    with pytest.raises(MoEError, match="the first prediction failed: a prediction failed"):
+        try_package(request(tmp_path), fake)
+
+
+def request(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "package": str(tmp_path / "g0.mlpackage"),
+        "compiled": str(tmp_path / ".g0"),
+        "functions": {"32": "c32"},
+        "groups": 2,
+        "width": 4,
+        "input": "x",
+        "output": "y",
+    }
+
+
+def script(body: str) -> list[str]:
+    return [sys.executable, "-c", "import json, os, sys, time\nfor line in sys.stdin:\n  " + body]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("os.kill(os.getpid(), 11)", r"g0.mlpackage: its first load crashed \(SIGSEGV\)"),
+        ("sys.exit('ANE said no')", r"crashed \(exit code 1\): ANE said no"),
+        ("time.sleep(60)", "took more than 1 second"),
+        ("print(json.dumps({'error': 'it does not compile'}), flush=True)", "it does not compile"),
+    ],
+)
+def test_a_crash_a_hang_and_an_error_of_the_process_are_errors(
+    tmp_path: Path, body: str, said: str
+) -> None:
+    trials = Trials(script(body), seconds=1)
+    for _ in range(2):  # it is started again
+        with pytest.raises(MoEError, match=said):
+            trials.request(request(tmp_path))
+    trials.close()
+
+
+def test_the_process_answers_request_after_request(tmp_path: Path) -> None:
+    trials = Trials(
+        script("print(json.dumps({'pid': os.getpid(), **json.loads(line)}), flush=True)")
+    )
+    replies = [trials.request(request(tmp_path)) for _ in range(3)]
+    trials.close()
+    assert {r["pid"] for r in replies} != {os.getpid()} and len({r["pid"] for r in replies}) == 1
+    assert replies[0]["width"] == 4
+
+
+@pytest.mark.skipif(not core.coreml_missing(), reason="Core ML is here")
+def test_the_real_process_says_that_there_is_no_core_ml(tmp_path: Path) -> None:
+    trials = Trials()
+    with pytest.raises(MoEError, match="there is no Core ML here"):
+        trials.request(request(tmp_path))
+    trials.close()
+
+
+def test_a_trial_runs_every_function_on_zeros(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class Watching(Executor):
+        def submit(self, tiles: Any) -> Any:
+            seen.append((tiles[0][1].shape, tiles[0][1].dtype, float(np.abs(tiles[0][1]).max())))
+            return super().submit(tiles)
+
+    fake = fake_core(tmp_path, CoreMLExecutor=Watching)
+    asked = {**request(tmp_path), "functions": {"32": "c32", "64": "c64"}}
+    reply = try_package(asked, fake)
+    assert reply == {"placement": {"32": ON, "64": ON}}
+    assert seen == [((2, 32, 4), np.float16, 0.0), ((2, 64, 4), np.float16, 0.0)]
