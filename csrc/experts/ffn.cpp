@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <vector>
 
 #include "experts/kernel.h"
@@ -102,8 +103,15 @@ void for_waves(const Kernels& kernels, const std::vector<int32_t>& order,
 
 struct Buckets {
   std::vector<int32_t> order, offsets;
-  Buckets(const Routing& r, size_t experts) : order(r.tokens * r.k), offsets(experts + 1) {
+  // An Error if one of the matrices lacks an expert that is routed to.
+  Buckets(const Routing& r, std::initializer_list<const Matrix*> matrices)
+      : order(r.tokens * r.k), offsets((*matrices.begin())->experts + 1) {
+    const size_t experts = offsets.size() - 1;
     bucket(r.ids, order.size(), experts, order.data(), offsets.data());
+    for (const Matrix* w : matrices)
+      for (size_t e = 0; w->table && e < experts; ++e)
+        require(offsets[e] == offsets[e + 1] || w->holds(e), "expert ", e,
+                " is routed to, but was not acquired");
   }
 };
 
@@ -146,7 +154,7 @@ Kernels swiglu_kernels(Scalar type, const Matrix& gate, const Matrix& up, const 
 // Rows of y are numbered from the first token of the routing.
 void run_swiglu(const Kernels& kernels, const Input& x, const Routing& r, const Matrix& gate,
                 const Matrix& up, const Matrix& down, const Output& y) {
-  Buckets b(r, gate.experts);
+  Buckets b(r, {&gate, &up, &down});
   for_waves(kernels, b.order, b.offsets, gate.cols, gate.rows, [&](auto& units, size_t bytes) {
     pack_panels(units, x, int32_t(r.k), bytes);
     for_blocks(kernels, units, gate, [&](const Unit& u, size_t row, size_t rows) {
@@ -213,13 +221,24 @@ void swiglu_combine(const Input& x, const Routing& r, const Input& scores, const
   }
 }
 
+void weighted_sum(const Input& y, const Input& scores, const Matrix& gate, const Matrix& up,
+                  const Matrix& down, const Output& out) {
+  size_t tokens = scores.rows, k = scores.cols;
+  require(y.rows == tokens * k, "y has ", y.rows, " rows, scores have ", tokens, " x ", k);
+  check_rows(out, tokens, y.cols);
+  const Kernel& kernel = *swiglu_kernels(y.type, gate, up, down).many;
+  Output rows{const_cast<void*>(y.data), y.type, y.rows, y.cols};
+  run(tokens, y.rows * y.cols < kAlone,
+      [&](size_t t) { sum_assignments(kernel, rows, scores, t, out); });
+}
+
 void grouped(const Input& x, const Routing& r, const Matrix& w, const Output& y) {
   check_activations(x, w, "grouped");
   size_t n = r.tokens * r.k;
   require(x.rows == r.tokens || x.rows == n, "x has ", x.rows, " rows, expected one a token (",
           r.tokens, ") or one an assignment (", n, ")");
   check_rows(y, n, w.rows);
-  Buckets b(r, w.experts);
+  Buckets b(r, {&w});
   run_project(x, b.order, b.offsets, x.rows == n ? 1 : int32_t(r.k), w, y);
 }
 

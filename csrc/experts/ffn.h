@@ -30,6 +30,11 @@ void swiglu(const Input& x, const Routing& routing, const Matrix& gate, const Ma
 void swiglu_combine(const Input& x, const Routing& routing, const Input& scores, const Matrix& gate,
                     const Matrix& up, const Matrix& down, const Output& out);
 
+// out [tokens, D] = the weighted sum that swiglu_combine would write for swiglu's rows y
+// [tokens * k, D]: the same bits.
+void weighted_sum(const Input& y, const Input& scores, const Matrix& gate, const Matrix& up,
+                  const Matrix& down, const Output& out);
+
 // y [tokens * k, N] = w . x of every assignment; x has a row a token or a row an assignment.
 void grouped(const Input& x, const Routing& routing, const Matrix& w, const Output& y);
 

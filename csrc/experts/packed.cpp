@@ -43,7 +43,7 @@ PackedExperts::PackedExperts(const Matrix& m, const std::vector<size_t>& experts
 }
 
 const void* const* PackedExperts::table(const Matrix& m) const {
-  bool same = m.weight == weight_ && m.scales == scales_ && m.biases == biases_;
+  bool same = !m.table && m.weight == weight_ && m.scales == scales_ && m.biases == biases_;
   return same && m.experts == table_.size() ? table_.data() : nullptr;
 }
 

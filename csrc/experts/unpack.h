@@ -21,7 +21,7 @@ void unpack_scales(const Matrix& m, size_t expert, size_t row, float* scale, flo
       return;
     case Mode::nvfp4: {
       // mx.quantize normalises by 448 * 6, the largest product of an e4m3 and an e2m1.
-      float global = m.global_scale ? m.global_scale[expert] / (448.f * 6.f) : 1.f;
+      float global = m.global_scale ? m.global(expert) / (448.f * 6.f) : 1.f;
       for (size_t g = 0; g < n; ++g) scale[g] = 0.5f * global * e4m3_to_f32(s[g]), bias[g] = 0.f;
       return;
     }
