@@ -103,6 +103,7 @@ MUTATIONS = {
     "reason": (lambda d: layer(d).update(reason=7), r"layers\[0\].reason"),
     "expected": (lambda d: layer(d)["expected"].update(fill="full"), r"expected.fill"),
     "expected nan": (lambda d: layer(d)["expected"].update(fill=float("nan")), r"expected.fill"),
+    "expected beyond": (lambda d: layer(d)["expected"].update(fill=10**400), r"expected.fill"),
     "expected missing": (lambda d: layer(d)["expected"].pop("gini"), r"expected: \['gini'\]"),
     "group": (lambda d: layer(d)["groups"].append(None), r"layers\[0\].groups\[\d+\]"),
     "group id": (lambda d: group(d).update(id="../x"), r"groups\[0\].id"),

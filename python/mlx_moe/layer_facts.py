@@ -113,7 +113,7 @@ def _possible(name: str, fact: Any) -> bool:
     if name in _TEXT:
         return isinstance(fact, str) and fact != ""
     if name in _COUNTS or (name in _OPTIONAL_COUNTS and fact is not None):
-        return isinstance(fact, int) and not isinstance(fact, bool) and fact > 0
+        return isinstance(fact, int) and not isinstance(fact, bool) and 0 < fact < 1 << 53
     if name == "biases":
         return isinstance(fact, bool)
     if name == "mode":

@@ -1,6 +1,5 @@
 """What must hold in a plan that others may have changed."""
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,8 @@ from .tiers import STEP
 
 if TYPE_CHECKING:
     from .plan import Group, LayerPlan, Plan
+
+LARGEST = 1e30  # any number may be
 
 
 class Fields:
@@ -52,7 +53,7 @@ class Fields:
     def number(self, key: str) -> float:
         value = self(key)
         real = isinstance(value, int | float) and not isinstance(value, bool)
-        if not real or not math.isfinite(value) or value < 0:
+        if not real or not 0 <= value < LARGEST:
             raise self._wrong(key, "a number, not negative")
         return float(value)
 
