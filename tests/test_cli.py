@@ -215,6 +215,12 @@ def test_load_of_a_missing_model(model: str | Path) -> None:
         load(model)
 
 
+def test_load_of_a_file_that_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(mlx_moe.ModelNotFound, match="Not a directory"):
+        load(tmp_path / "model.safetensors")
+
+
 def test_a_wrong_environment_is_said_before_a_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -328,6 +328,11 @@ def test_wrong_arguments_are_named(options, named: str) -> None:
         make_plan(skewed(), "m2-max", **options)
 
 
+def test_a_path_is_no_calibration() -> None:
+    with pytest.raises(InvalidArgument, match=r"is a str; expected .* Calibration\.load"):
+        make_plan("c.npz", "m2-max")  # type: ignore[arg-type]
+
+
 def test_cpu_plans_pack_nothing_where_it_does_not_pay() -> None:
     plan = make_plan(skewed(), "cpu")
     assert plan.executor == "cpu" and Plan.from_json(plan.to_json()) == plan

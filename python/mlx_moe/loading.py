@@ -89,7 +89,7 @@ def missing_model_is_an_error(name: str | Path) -> Iterator[None]:
         yield
     except MoEError:
         raise
-    except (FileNotFoundError, HfHubHTTPError, HFValidationError) as error:
+    except (FileNotFoundError, NotADirectoryError, HfHubHTTPError, HFValidationError) as error:
         reason = (str(error).strip() or repr(error)).splitlines()[0].rstrip(".")
         if not Path(name).exists():
             reason = (

@@ -102,9 +102,14 @@ def make_plan(
         progress: show a progress bar on stderr if it takes more than two seconds.
 
     Raises:
-        InvalidArgument: an unknown device, an argument out of range, or a memory budget that
-            `force_hot` does not fit.
+        InvalidArgument: no calibration, an unknown device, an argument out of range, or a memory
+            budget that `force_hot` does not fit.
     """
+    if not isinstance(calibration, Calibration):
+        raise InvalidArgument(
+            f"calibration is a {type(calibration).__name__}; expected a Calibration, as "
+            "Calibration.load(path) gives it"
+        )
     device = load_device(device)
     if weights not in WEIGHTS:
         raise InvalidArgument(f"weights is {weights!r}, expected one of {', '.join(WEIGHTS)}")
