@@ -1,7 +1,9 @@
 """Plan files: a round trip, and whatever is changed in one is refused by its name."""
 
 import copy
+import errno
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -178,3 +180,17 @@ def test_a_plan_that_is_not_there(tmp_path) -> None:
 def test_a_plan_that_cannot_be_written(plan: Plan, tmp_path) -> None:
     with pytest.raises(InvalidArgument, match="cannot write"):
         plan.save(tmp_path / "none" / "plan.json")
+
+
+def test_a_full_disk_leaves_what_was_there(
+    plan: Plan, cpu_plan: Plan, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    plan.save(tmp_path / "plan.json")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(InvalidArgument, match="No space left"):
+        cpu_plan.save(tmp_path / "plan.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+    assert Plan.load(tmp_path / "plan.json") == plan

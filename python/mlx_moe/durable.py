@@ -23,12 +23,15 @@ def file_sha256(path: Path) -> str:
 def write_json(path: Path, value: Any) -> Path:
     """Write JSON that survives a crash whole or not at all."""
     scratch = path.with_name(f".{path.name}.tmp")
-    with scratch.open("w") as file:
-        json.dump(value, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, path)
+    try:
+        with scratch.open("w") as file:
+            json.dump(value, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
     sync_directory(path.parent)
     return path
 
