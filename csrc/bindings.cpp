@@ -106,6 +106,20 @@ void bind_experts(nb::module_& m) {
       "Arguments and errors as for swiglu; scores: float32, float16 or bfloat16, also [T, k, 1].\n"
       "Leading dimensions of x, ids, scores and out may be several; they count as one, T.");
   m.def(
+      "weighted_sum",
+      [](const Array& rows, const Array& scores, const HeldMatrix& gate, const HeldMatrix& up,
+         const HeldMatrix& down, const OutArray& out) {
+        auto y = input(rows, "y");
+        auto to = output(out);
+        auto s = score_rows(scores, Routing{nullptr, to.rows, to.rows ? y.rows / to.rows : 0});
+        count_call("weighted_sum");
+        nb::gil_scoped_release free;
+        weighted_sum(y, s, gate.m, up.m, down.m, to);
+      },
+      "y"_a, "scores"_a, "gate"_a, "up"_a, "down"_a, "out"_a,
+      "out[T, D] = the weighted sum of y [T, k, D] that swiglu_combine would write: the same bits\n"
+      "for rows that swiglu wrote with these matrices' formats. Errors as for swiglu_combine.");
+  m.def(
       "grouped",
       [](const Array& x, const Array& ids, const HeldMatrix& matrix, const OutArray& out) {
         auto in = input(x, "x");
@@ -231,4 +245,5 @@ NB_MODULE(_core, m) {
   bind_experts(m);
   bind_routing(m);
   bind_dispatch(m);
+  bind_store(m);
 }

@@ -58,10 +58,12 @@ struct HeldMatrix {
   Matrix m;
   std::vector<Array> arrays;
   std::shared_ptr<HeldPacked> packed;
+  std::shared_ptr<const void> slots;  // of an expert store
 };
 
 void bind_matrix(nb::module_& m);
 void bind_routing(nb::module_& m);
 void bind_dispatch(nb::module_& m);
+void bind_store(nb::module_& m);
 
 }  // namespace mlx_moe

@@ -105,10 +105,11 @@ void make_matrix(HeldMatrix* self, nb::object weight, nb::object scales, nb::obj
   }
   validate(m);
   if (packed) m.packed = packed->experts.table(m);
-  new (self) HeldMatrix{m, std::move(arrays), std::move(packed)};
+  new (self) HeldMatrix{m, std::move(arrays), std::move(packed), {}};
 }
 
 std::shared_ptr<HeldPacked> make_packed(const HeldMatrix& h, const std::vector<size_t>& experts) {
+  require(!h.m.table, "experts of a store are not packed: their slots change");
   nb::gil_scoped_release release;
   return std::make_shared<HeldPacked>(HeldPacked{PackedExperts(h.m, experts), h.arrays});
 }

@@ -51,3 +51,23 @@ class HubError(MoEError, OSError):
 
 class BadData(MoEError, ValueError):
     """A text that was given as data cannot be read; the message has its file and line."""
+
+
+class ReadFailed(MoEError, OSError):
+    """A weight file cannot be read: an I/O error, or fewer bytes than there should be."""
+
+
+class FileChanged(MoEError, OSError):
+    """A weight file was written to or replaced while it was in use."""
+
+
+class StoreClosed(MoEError, RuntimeError):
+    """The expert store was closed, or belongs to another process."""
+
+
+class StoreBusy(MoEError, TimeoutError):
+    """Other forwards held the slots that one needed for too long."""
+
+
+class MemoryLimit(MoEError, ValueError):
+    """The memory that experts may take is too little for what was asked."""
