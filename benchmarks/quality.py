@@ -33,7 +33,8 @@ from tqdm import tqdm
 
 import mlx_moe
 from mlx_moe.evaluation_data import read_sources
-from mlx_moe.evaluation_sides import all_cold, counted, expert_layers
+from mlx_moe.evaluation_sides import counted, expert_layers
+from mlx_moe.static_paths import all_cold
 from mlx_moe.tables import table
 from mlx_moe.text import TextFiles
 

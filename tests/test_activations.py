@@ -13,7 +13,7 @@ from switch_reference import WIDTH, glu, mlp
 from mlx_moe import replace_moe_layers
 from mlx_moe.activations import GATED, SINGLE, Activation, recognise
 from mlx_moe.errors import UnsupportedLayer
-from mlx_moe.replace import switch_kind
+from mlx_moe.find import switch_kind
 
 # What each family's layers compute, as read in its file; the rest of them SwiGLU.
 NOT_SWIGLU = {

@@ -21,10 +21,11 @@ from mlx_moe import evaluate, replace_moe_layers
 from mlx_moe.cli import main
 from mlx_moe.errors import InvalidArgument
 from mlx_moe.evaluation_data import Source
-from mlx_moe.evaluation_sides import all_cold, limited, static_paths, stock_classes, with_layers
+from mlx_moe.evaluation_sides import limited, stock_classes
 from mlx_moe.evaluation_tasks import divergence
 from mlx_moe.scoring import Question, SharedContexts, WholeRows, batches, caches_repeat
 from mlx_moe.static import StaticLayer
+from mlx_moe.static_paths import all_cold, static_paths, with_layers
 
 CHUNK = 512
 HOT, TIER = (0, 1, 2, 3, 4), 64

@@ -224,7 +224,7 @@ def test_the_table() -> None:
     [
         ({"backend": "cuda"}, "backend"),
         ({"overflow": "drop"}, "overflow"),
-        ({"plan": {}}, "plan"),
+        ({"plan": ["p"]}, "plan"),
     ],
 )
 def test_wrong_arguments_change_nothing(arguments, message: str) -> None:

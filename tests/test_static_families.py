@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from static_models import groups_of, host, plan_of
 from switch_reference import error, float64
 
-from mlx_moe import replace_moe_layers
+from mlx_moe import calibrate, replace_moe_layers
 from mlx_moe.facts import layer_facts
 
 TOKENS = (mx.arange(2 * 24) * 37 + 5).reshape(2, 24) % 128
@@ -103,3 +103,27 @@ def test_gradients_and_modes_of_a_shared_expert(tmp_path) -> None:
     assert error(module(x), twice) < 1e-4
     assert replacement.stats()["model.layers.0.mlp.shared_expert"]["static"]["stale"] == 1
     assert np.isfinite([float(a.sum()) for _, a in tree_flatten(model.parameters())]).all()
+
+
+def test_a_later_call_takes_the_plan_from_shared_experts_too(tmp_path) -> None:
+    model = build(next(f for f in FAMILIES if f.name == "qwen2_moe"))
+    classes = {name: type(module) for name, module in model.named_modules()}
+    all_hot(model, tmp_path)
+    replacement = replace_moe_layers(model)
+    model(TOKENS)
+    assert not any("static" in stats for stats in replacement.stats().values())
+    all_hot(model, tmp_path)
+    replace_moe_layers(model, backend="stock")
+    assert {name: type(module) for name, module in model.named_modules()} == classes
+
+
+def test_calibrating_counts_the_model_and_not_its_plan(tmp_path) -> None:
+    model = build(next(f for f in FAMILIES if f.name == "qwen2_moe"))
+    tokens = TOKENS[0].tolist()
+    want = calibrate(model, tokens, chunk=24)
+    replacement = all_hot(model, tmp_path)
+    found = calibrate(model, tokens, chunk=24)
+    assert sum(s["static"]["forwards"] for s in replacement.stats().values()) == 0
+    assert np.array_equal(found.loads(1), want.loads(1))
+    model(TOKENS)
+    assert all(s["static"]["forwards"] == 1 for s in replacement.stats().values())

@@ -215,9 +215,13 @@ def test_a_plan_can_come_later_and_go(tmp_path) -> None:
     replacement = replace_moe_layers(model, plan, artifacts=artifacts, backend="host")
     model(*inputs(40))
     assert static(replacement)["forwards"] == 1
-    again = replace_moe_layers(model, plan)
-    model(*inputs(40))
-    assert "static" not in again.stats()["experts"]
+    for later in (plan, None):
+        again = replace_moe_layers(model, later)
+        model(*inputs(40))
+        assert "static" not in again.stats()["experts"]
+        replacement = replace_moe_layers(model, plan, artifacts=artifacts, backend="host")
+        model(*inputs(40))
+        assert static(replacement)["forwards"] == 1
     restore_moe_layers(model)
     assert type(model.experts) is SwitchGLU
 

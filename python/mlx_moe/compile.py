@@ -19,7 +19,7 @@ from .errors import CorruptArtifact, DiskFull, InvalidArgument
 from .manifest import Manifest
 from .mil_program import INPUT, OUTPUT
 from .package_entry import PackageEntry
-from .plan import Plan
+from .plan import Plan, read_plan
 
 
 def compile_plan(
@@ -41,7 +41,7 @@ def compile_plan(
     Args:
         model_or_path: a loaded model, or (better for memory: one layer at a time is read) a model
             directory or Hugging Face repository.
-        plan: a `Plan`, its file, or its JSON as a dict.
+        plan: a `Plan`, its file (also hf://user/repo/...), or its JSON as a dict.
         out_dir: made if need be.
         weights: "fp16" (exact from MLX's quantised weights, rounded once) or "int8" (each output
             channel in 255 levels); None: as the plan says.
@@ -76,13 +76,6 @@ def estimate_plan(
     """What `compile_plan` with these arguments would take, measured by a few small packages."""
     with Compilation(model_or_path, plan, out_dir, weights, trust_remote_code) as compilation:
         return compilation.estimate(workers)
-
-
-def read_plan(plan: Plan | dict[str, Any] | str | Path) -> Plan:
-    """A plan given as itself, its file or its JSON."""
-    if isinstance(plan, str | Path):
-        return Plan.load(plan)
-    return Plan.from_json(plan) if isinstance(plan, dict) else plan
 
 
 class Compilation:

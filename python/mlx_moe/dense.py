@@ -12,7 +12,8 @@ import mlx.nn as nn
 from . import attention, core
 from .custom import CannotEvaluate, eager, evaluate, filled
 from .errors import InvalidArgument, NoMoELayers
-from .replace import find_modules, named_modules, resolve_backend, swap, unswap
+from .find import find_modules, named_modules
+from .replace import resolve_backend, swap, unswap
 from .replacement import ReplacedLayer, Replacement
 from .stats import DETAILS, Counters
 from .weights import FLOATS, PLAIN_KEYS, Linear, UnknownFormat, describe, own_class

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from tqdm import tqdm
 
@@ -14,21 +14,17 @@ from .evaluation import Evaluation, SideResult
 from .evaluation_data import Source, read_sources
 from .evaluation_sides import (
     Side,
-    all_cold,
     expert_layers,
     limited,
-    static_paths,
     stock_classes,
-    with_layers,
 )
 from .evaluation_tasks import QuestionTask, RetrievalTask, Task, TextTask
 from .loading import replace_dense
+from .plan import read_plan
 from .replace import check_choice, replace_moe_layers
 from .retrieval import needle_questions
 from .static import Importance, Overflow
-
-if TYPE_CHECKING:
-    from .plan import Plan
+from .static_paths import all_cold, static_paths, with_layers
 
 TASKS = ("kl", "ppl", "choice", "retrieval")
 REFERENCES = ("stock", "cpu")
@@ -91,7 +87,7 @@ def evaluate(
     if expert_layers(model):
         raise InvalidArgument("the model is replaced already: restore_moe_layers(model) first")
     sources = _sources(data, tokenizer)
-    planned = read_plan(plan)
+    planned = None if plan is None else read_plan(plan)
     static = planned is not None and planned.executor == "static"
     if capacity_factors and not static:
         raise InvalidArgument(
@@ -240,12 +236,6 @@ def check_hot(sides: Sequence[Side], chunk: int) -> None:
                 f"starts above {chunk} tokens, or the backend is not 'host'; --allow-cold "
                 "(allow_cold=True) reports all the same"
             )
-
-
-def read_plan(plan: Any) -> "Plan | None":
-    from .plan import Plan
-
-    return plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
 
 
 @contextmanager

@@ -6,11 +6,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .errors import NoMoELayers
+from .find import family_of, find_modules, switch_kind, top_k_of
 from .layer_facts import LayerFacts, SharedFacts, WeightFacts
 from .layers import PROJECTIONS
 from .probe import WIDTH
-from .replace import _family, _top_k, find_modules, switch_kind
-from .weights import describe, shallow_copy
+from .weights import describe, own_class, shallow_copy
 
 SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 SHARED_CHILDREN = ("gate_proj", "up_proj", "down_proj")
@@ -40,10 +40,10 @@ def _facts(name: str, module: Any, parent: Any, top_k: int | None) -> LayerFacts
     hidden = columns(linears[0])
     return LayerFacts(
         name=name,
-        family=_family(parent)[0],
+        family=family_of(parent)[0],
         kind=kind,
         experts=int(experts),
-        top_k=top_k or _top_k(parent) or 1,
+        top_k=top_k or top_k_of(parent) or 1,
         hidden=hidden,
         inner=int(inner),
         activation=_callable_name(module.activation),
@@ -106,7 +106,7 @@ def _has_no_bias(linear: Any) -> bool:
 def _is_swiglu_mlp(module: Any) -> bool:
     """Whether the module's own forward, on small weights, is down(silu(gate(x)) * up(x))."""
     with mx.stream(mx.cpu):
-        twin = shallow_copy(module, type(module))
+        twin = shallow_copy(module, own_class(module))
         weights = []
         for seed, child in enumerate(SHARED_CHILDREN):
             linear = nn.Linear(WIDTH, WIDTH, bias=False)

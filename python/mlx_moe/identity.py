@@ -13,8 +13,8 @@ import mlx.nn as nn
 import numpy as np
 
 from .errors import CorruptFile, IdentityMismatch, ModelNotFound
+from .find import find_modules, switch_kind
 from .layers import PROJECTIONS
-from .replace import find_modules, switch_kind
 
 SHARDS = "model*.safetensors"  # what mlx-lm loads
 SAMPLE_BYTES, SAMPLES = 4096, 64  # of all shards together, at least one of each

@@ -8,16 +8,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .deferred import Deferred
-from .layers import Layer, Observer
-from .replace import (
-    _family,
-    find_modules,
-    named_modules,
-    replace_moe_layers,
-    resolve_backend,
-    switch_kind,
-    unswap,
-)
+from .find import family_of, find_modules, named_modules, switch_kind
+from .layers import Layer, Observer, replaced_class
+from .replace import examine, resolve_backend, swap, unswap
+from .static_paths import all_cold
 from .stats import Counters
 
 _STATE = "_moe_observed"
@@ -35,12 +29,15 @@ def observed(model: nn.Module, observers: dict[str, Observer], backend: str) -> 
     with ExitStack() as stack:
         stack.callback(_set_training, [m for m in named_modules(model).values() if m.training])
         model.eval()
-        plain = [module for _, module, _ in found if "_moe_layer" not in module.__dict__]
-        if plain and resolve_backend(backend) == "cpu":
-            for module in plain:
-                stack.callback(unswap, module, "_moe_layer")
-            replace_moe_layers(model, backend="cpu", strict=False)
+        # Counted is the model itself: what a plan computes in half precision, or leaves out,
+        # would change what later layers see.
+        stack.enter_context(all_cold(model))
+        target, logged = resolve_backend(backend), set[str]()
         for name, module, parent in found:
+            if target == "cpu" and "_moe_layer" not in module.__dict__:
+                stack.callback(unswap, module, "_moe_layer")
+                row = examine(module, name, parent, target, False, logged)
+                swap(module, row, replaced_class, "_moe_layer")
             observer = observers[name]
             if hasattr(parent, "zero_expert_num") and hasattr(parent, "router"):
                 observer = stack.enter_context(_with_router(parent.router, observer))
@@ -48,11 +45,8 @@ def observed(model: nn.Module, observers: dict[str, Observer], backend: str) -> 
             if layer is None:
                 layer = _watch_stock(module, name, parent)
                 stack.callback(unswap, module, _STATE)
-            # Counted is the model itself: what a plan computes in half precision, or leaves out,
-            # would change what later layers see.
-            for attribute, value in (("observer", observer), ("static", None)):
-                stack.callback(setattr, layer, attribute, getattr(layer, attribute))
-                setattr(layer, attribute, value)
+            stack.callback(setattr, layer, "observer", layer.observer)
+            layer.observer = observer
         yield
 
 
@@ -69,7 +63,7 @@ def _watch_stock(module: Any, name: str, parent: Any) -> Layer:
     """Have a layer tell its observer of each forward, and run stock code."""
     kind = switch_kind(module)
     assert kind is not None
-    layer = Layer(name, kind, _family(parent)[1], Counters(name, set()))
+    layer = Layer(name, kind, family_of(parent)[1], Counters(name, set()))
     base = type(module)
 
     def __call__(self: Any, x: mx.array, indices: mx.array, *args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from . import hub
 from .devices import Device
 from .durable import digest, write_json
 from .errors import CorruptFile, InvalidArgument
@@ -287,3 +288,21 @@ class Plan:
         )
         check_plan(plan)
         return plan
+
+
+def read_plan(plan: Plan | dict[str, Any] | str | Path) -> Plan:
+    """A plan given as itself, as its JSON, or as its file, which can be hf://user/repo/...
+
+    Raises:
+        InvalidArgument: it is none of these, or there is no such file.
+        CorruptFile: the file or JSON is no plan.
+    """
+    if isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, dict):
+        return Plan.from_json(plan)
+    if not isinstance(plan, str | Path):
+        raise InvalidArgument(
+            f"plan is a {type(plan).__name__}; expected a Plan, or the path of a plan.json"
+        )
+    return Plan.load(hub.resolve(plan))

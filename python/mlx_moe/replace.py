@@ -1,4 +1,4 @@
-"""Find a model's expert layers, swap their forward, and put it back."""
+"""Swap the forward of a model's expert layers, and put it back."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,59 +10,17 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from . import core, probe
 from .errors import InvalidArgument, NoMoELayers, UnsupportedLayer
+from .find import family_of, find_modules, named_modules, switch_kind, top_k_of
 from .layers import LINEARS, PROJECTIONS, Layer, replaced_class
 from .replacement import ReplacedLayer, Replacement
 from .static import IMPORTANCES, OVERFLOWS, Importance, Overflow
 from .static_load import open_plan
-from .static_replace import Prepared, prepare
+from .static_replace import Prepared, detach, prepare
 from .static_shared import shared_class
 from .stats import Counters
 from .weights import describe, own_class
 
 BACKENDS = ("auto", "stock", "cpu", "host", "coreml")
-
-# Files of mlx_lm.models whose block does `(y * scores[..., None]).sum(axis=-2)` on the output
-# and nothing else: these may be given a `Deferred`.
-DEFERRED_FAMILIES = frozenset(
-    {
-        "Klear",
-        "afmoe",
-        "bailing_hybrid",
-        "bailing_moe_linear",
-        "bailing_moe_v3",
-        "deepseek",
-        "deepseek_v2",
-        "deepseek_v3",
-        "deepseek_v32",
-        "dots1",
-        "ernie4_5_moe",
-        "exaone_moe",
-        "glm4_moe",
-        "glm4_moe_lite",
-        "granitemoe",
-        "granitemoehybrid",
-        "hunyuan",
-        "jamba",
-        "kimi_k3",
-        "kimi_linear",
-        "laguna",
-        "lfm2_moe",
-        "mellum",
-        "mimo_v2_flash",
-        "minimax",
-        "minimax_m3_vl",
-        "mistral4",
-        "mixtral",
-        "nemotron_h",
-        "olmoe",
-        "phimoe",
-        "phixtral",
-        "qwen2_moe",
-        "qwen3_moe",
-        "qwen3_next",
-        "step3p5",
-    }
-)
 
 
 def resolve_backend(backend: str) -> str:
@@ -105,7 +63,8 @@ def replace_moe_layers(
     Every `SwitchGLU` and `SwitchMLP` of mlx-lm, and every module of other code that has their
     children and computes the same, gets a subclass of its own class. Parameters, their names
     and the module tree stay; loading, LoRA, quantising, sharding and saving work as before,
-    earlier or later. Training mode and `mx.compile` run stock code. Replacing twice is one.
+    earlier or later. Training mode and `mx.compile` run stock code. Replacing twice is one, with
+    the plan of the last call or none.
 
     Args:
         model: any MLX module; changed in place.
@@ -142,7 +101,7 @@ def replace_moe_layers(
     _check_plan_arguments(plan, artifacts, backend)
     logged: set[str] = set()
     found = [
-        (module, _examine(module, name, parent, target, strict, logged))
+        (module, examine(module, name, parent, target, strict, logged))
         for name, module, parent in find_modules(model, lambda m: switch_kind(m) is not None)
     ]
     if not found:
@@ -172,11 +131,14 @@ def _replace(
 ) -> Replacement:
     """Change the modules; nothing here fails."""
     shared = prepared.shared if prepared else []
+    for module in named_modules(model).values():
+        unswap(module, "_moe_shared")  # an earlier call's plan goes
     for module, row in found:
         swap(module, row, replaced_class, "_moe_layer")
     for module, row in shared:
         swap(module, row, shared_class, "_moe_shared")
     rows = [row for _, row in found + shared]
+    detach([row for _, row in found])
     if prepared is not None:
         prepared.attach(rows)
     note = prepared.opened.note if prepared else None
@@ -207,67 +169,14 @@ def unswap(module: Any, attribute: str) -> None:
         module.__class__ = type(module)._moe_base
 
 
-def named_modules(model: Any) -> dict[str, Any]:
-    """Every module of `model` by its path; raises InvalidArgument if it is none itself."""
-    if not isinstance(model, nn.Module):
-        raise InvalidArgument(
-            f"expected a model (an mlx.nn.Module), found {type(model).__name__}; "
-            "mlx_moe.load(path) loads one"
-        )
-    return dict(model.named_modules())
-
-
-def find_modules(model: nn.Module, wanted: Any) -> list[tuple[str, Any, Any]]:
-    """(name, module, parent module) of every wanted module, once each, in reading order."""
-    modules = named_modules(model)
-    found, seen = [], set()
-    for name in sorted(modules, key=_reading_order):
-        module = modules[name]
-        if id(module) in seen or not wanted(module):
-            continue
-        seen.add(id(module))
-        parent = name
-        while parent:
-            parent = parent.rpartition(".")[0]
-            if parent in modules:
-                break
-        found.append((name, module, modules[parent]))
-    return found
-
-
-def _reading_order(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
-
-
-def switch_kind(module: Any) -> str | None:
-    """ "glu" or "mlp" for an expert layer, by mlx-lm's classes or by shape; else None."""
-    if isinstance(module, SwitchGLU):
-        return "glu"
-    if isinstance(module, SwitchMLP):
-        return "mlp"
-    if not hasattr(module, "activation"):
-        return None
-    for kind, names in PROJECTIONS.items():
-        if all(_is_stacked(module.get(name)) for name in names):
-            return kind
-    return None
-
-
-def _is_stacked(child: Any) -> bool:
-    if not isinstance(child, nn.Module):
-        return False
-    weight = child.get("weight")
-    return isinstance(weight, mx.array) and weight.ndim == 3
-
-
-def _examine(
+def examine(
     module: Any, name: str, parent: Any, target: str, strict: bool, logged: set[str]
 ) -> ReplacedLayer:
     """The table row of one layer, and the state to put on it; changes nothing."""
     kind = switch_kind(module)
     assert kind is not None
     base = own_class(module)
-    family, deferred = _family(parent)
+    family, deferred = family_of(parent)
     children = [module[child] for child in PROJECTIONS[kind]]
     layer = Layer(name, kind, deferred, Counters(name, logged))
     activation = getattr(module, "activation", None)
@@ -295,18 +204,5 @@ def _examine(
         max(bits, default=None),
         target,
         layer if target == "cpu" else None,
-        _top_k(parent),
+        top_k_of(parent),
     )
-
-
-def _family(parent: Any) -> tuple[str, bool]:
-    """The family of the block that calls the layer, and whether it takes a `Deferred`."""
-    package, _, family = type(parent).__module__.rpartition(".")
-    return family, package == "mlx_lm.models" and family in DEFERRED_FAMILIES
-
-
-def _top_k(parent: Any) -> int | None:
-    for name in ("top_k", "num_experts_per_tok", "num_experts_per_token"):
-        if isinstance(value := getattr(parent, name, None), int):
-            return value
-    return None

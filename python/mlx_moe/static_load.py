@@ -4,20 +4,21 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.nn as nn
 import numpy as np
 
 from . import core, hub
+from .activations import recognise
 from .errors import CorruptArtifact, InvalidArgument
+from .facts import layer_facts
+from .identity import identity_of_model
+from .manifest import Manifest
+from .package_entry import TENSORS, PackageEntry
+from .plan import Group as PlannedGroup
+from .plan import LayerPlan, Plan, read_plan
 from .static import Group, Importance, Overflow, StaticLayer
-
-if TYPE_CHECKING:  # these import us
-    from .manifest import Manifest
-    from .package_entry import PackageEntry
-    from .plan import Group as PlannedGroup
-    from .plan import LayerPlan, Plan
 
 # Facts that must be the model's; the others say how it was calibrated.
 FACTS = ("kind", "experts", "hidden", "inner", "activation", "biases", "weights", "shared")
@@ -36,7 +37,7 @@ class Opened:
         note: why it is not taken, or None.
     """
 
-    plan: "Plan"
+    plan: Plan
     static: dict[str, StaticLayer]
     note: str | None = None
 
@@ -61,7 +62,7 @@ def open_plan(
     """Read and check a plan, and load its programs where `host`.
 
     Args:
-        plan: a `Plan` or the path of one; hf://user/repo/... as well, and so for `artifacts`.
+        plan: as `read_plan` takes it; `artifacts` can be hf://user/repo/... too.
         files: the model's directory, where known.
 
     Raises:
@@ -70,15 +71,8 @@ def open_plan(
             compiled from another plan.
         CorruptFile: plan or artifacts are not what was written.
     """
-    from .identity import identity_of_model
-    from .plan import Plan
-
-    if not isinstance(plan, Plan | str | Path):
-        raise InvalidArgument(
-            f"plan is a {type(plan).__name__}; expected a Plan, or the path of a plan.json"
-        )
-    loaded = plan if isinstance(plan, Plan) else Plan.load(hub.resolve(plan))
-    what = "the plan" if isinstance(plan, Plan) else f"the plan {plan}"
+    loaded = read_plan(plan)
+    what = f"the plan {plan}" if isinstance(plan, str | Path) else "the plan"
     loaded.check_model(identity_of_model(model, files), what)
     check_layers(model, loaded, what)
     opened = Opened(loaded, {})
@@ -104,10 +98,8 @@ def open_plan(
     return opened
 
 
-def check_layers(model: nn.Module, plan: "Plan", what: str) -> None:
+def check_layers(model: nn.Module, plan: Plan, what: str) -> None:
     """Raise InvalidArgument unless the plan's layers are the model's, fact by fact."""
-    from .facts import layer_facts
-
     found = {facts.name: facts for facts in layer_facts(model)}
     planned = {layer.name: layer.facts for layer in plan.layers}
     if found.keys() != planned.keys():
@@ -128,11 +120,9 @@ def check_layers(model: nn.Module, plan: "Plan", what: str) -> None:
 
 
 def load_programs(
-    model: nn.Module, plan: "Plan", directory: Path, overflow: Overflow, importance: Importance
+    model: nn.Module, plan: Plan, directory: Path, overflow: Overflow, importance: Importance
 ) -> dict[str, StaticLayer]:
     """The static layers of a plan, their programs in one host executor."""
-    from .manifest import Manifest
-
     manifest = Manifest.load(directory)
     manifest.check_plan(plan)
     manifest.verify()
@@ -159,10 +149,8 @@ def load_programs(
     return static
 
 
-def check_activation(module: Any, kind: str, name: str, entries: Sequence["PackageEntry"]) -> None:
+def check_activation(module: Any, kind: str, name: str, entries: Sequence[PackageEntry]) -> None:
     """Raise CorruptArtifact unless the programs have the module's activation."""
-    from .activations import recognise
-
     found = recognise(module, kind, name)
     for entry in entries:
         if (entry.activation, entry.activation_parameters) != (found.name, found.parameters):
@@ -173,7 +161,7 @@ def check_activation(module: Any, kind: str, name: str, entries: Sequence["Packa
             )
 
 
-def merged(groups: Sequence["PlannedGroup"]) -> list[list["PlannedGroup"]]:
+def merged(groups: Sequence[PlannedGroup]) -> list[list[PlannedGroup]]:
     """The parts of each group together, in the order of their splits."""
     by_experts: dict[tuple[int, ...], list[PlannedGroup]] = {}
     for group in groups:
@@ -183,10 +171,10 @@ def merged(groups: Sequence["PlannedGroup"]) -> list[list["PlannedGroup"]]:
 
 def load_group(
     executor: Any,
-    manifest: "Manifest",
-    layer: "LayerPlan",
+    manifest: Manifest,
+    layer: LayerPlan,
     name: str,
-    parts: Sequence["PlannedGroup"],
+    parts: Sequence[PlannedGroup],
 ) -> Group:
     """A group whose programs are in the executor."""
     first, capacities = parts[0], layer.capacities(parts[0])
@@ -205,9 +193,8 @@ def load_group(
     return Group(first.id, experts, capacities, tuple(programs), first.spill_limit)
 
 
-def load_program(executor: Any, directory: Path, entry: "PackageEntry") -> int:
+def load_program(executor: Any, directory: Path, entry: PackageEntry) -> int:
     """The executor's number for a package, run from its weight file."""
-    from .package_entry import TENSORS
 
     def place(tensor: Any) -> tuple[int, int | None] | None:
         return None if tensor is None else (tensor.offset, tensor.scale_offset)

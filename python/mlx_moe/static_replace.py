@@ -42,10 +42,8 @@ class Prepared:
             if row.kind == "experts":
                 row._layer.packed = self.packed.get(row.name)
                 row.residency = self._residency(row)
-            path = self.paths.get(row.name)
-            row._layer.static = path
-            row._layer.counters.static = None if path is None else path.counters
-            if path is not None:
+            if (path := self.paths.get(row.name)) is not None:
+                row._layer.static, row._layer.counters.static = path, path.counters
                 row.backend = "host"
 
     def _residency(self, row: ReplacedLayer) -> str:
@@ -57,6 +55,13 @@ class Prepared:
         if copies is None or not copies.nbytes:
             return f"all in place ({core.isa()} has no packed layout for the plan's {count})"
         return f"{count} of {row.experts} experts packed, {copies.nbytes / 2**20:.0f} MiB"
+
+
+def detach(rows: list[ReplacedLayer]) -> None:
+    """Take from swapped layers what an earlier plan gave them."""
+    for row in rows:
+        if row._layer is not None:
+            row._layer.static = row._layer.packed = row._layer.counters.static = None
 
 
 def prepare(opened: Opened, found: Found, modules: dict[str, Any], logged: set[str]) -> Prepared:

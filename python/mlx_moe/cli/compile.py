@@ -5,10 +5,11 @@ from dataclasses import asdict
 from typing import Any
 
 from .. import hub
-from ..compile import compile_plan, estimate_plan, read_plan
+from ..compile import compile_plan, estimate_plan
 from ..compile_estimate import Estimate
 from ..coreml import WEIGHTS
 from ..manifest import Manifest
+from ..plan import read_plan
 from ..tables import table
 from .benchmark import positive, write_json
 from .common import command
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.model is None and not args.verify:
         parser.error("the following arguments are required: --model")
-    plan = read_plan(hub.resolve(args.plan))
+    plan = read_plan(args.plan)
     if args.verify:
         manifest = Manifest.load(hub.resolve(args.output))
         manifest.check_plan(plan)
