@@ -18,7 +18,7 @@ struct Request {
   Dispatch tile;
 };
 
-// How one dispatch ended. `finite` is false where y holds an infinity or a NaN.
+// How one dispatch ended. `finite` is false where x or y holds an infinity or a NaN.
 struct Outcome {
   Status status;
   bool finite = false;

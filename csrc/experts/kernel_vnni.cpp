@@ -12,9 +12,6 @@ namespace mlx_moe {
 namespace {
 
 constexpr size_t kBlockRows = 64, kPairRows = 32;
-#ifndef _MM_HINT_T1
-#define _MM_HINT_T1 _MM_HINT_T1
-#endif
 constexpr size_t kStretch = 512;  // columns whose codes stay in the first-level cache
 constexpr int kBothTokens = 4;    // two digits of 2 x 4 sums
 constexpr int kTokens = 6;        // 2 x 6 whole and 2 x 6 float sums of 32 registers

@@ -224,6 +224,19 @@ TEST_CASE("an output that is not finite is told") {
   CHECK(outcomes[1].finite);
 }
 
+TEST_CASE("so is an input that is not finite where the activation hides it") {
+  const Case bounded{
+      "situ", {{"beta", 1.f}, {"linear_beta", 2.f}}, [](double, double) { return 0.; }};
+  Host host(bounded);
+  auto x = host.blob.input(4);
+  std::vector<uint16_t> y(x.size());
+  x[5] = f32_to_f16(1e6f);
+  const auto outcomes =
+      host.queue->submit(std::vector<Request>{{host.program, host.tile(x, y, 4)}});
+  CHECK_FALSE(outcomes->wait()[0].finite);
+  for (uint16_t h : y) CHECK(std::isfinite(f16_to_f32(h)));
+}
+
 TEST_CASE("tiles of one program that wait together are one batch, and in flight is bounded") {
   auto slow = std::make_unique<Slow>();
   Slow& executor = *slow;
