@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -347,6 +348,28 @@ except Exception as error:
     )
     last = ran.stdout.strip().splitlines()[-1]
     assert last.startswith(("OSError", "CorruptArtifact", "DiskFull", "RuntimeError")), ran
+
+
+def test_a_librarys_error_without_room_for_its_copies_is_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What coremltools leaves half written is removed before anyone looks at the free space."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("filesystem error: cannot copy: Input/output error")
+
+    rows = np.zeros((32, 32), np.float16)
+    request = {"id": "g7", "directory": str(tmp_path), "experts": [0], "weights": "fp16"}
+    request |= {"capacities": [32, 64], "activation": {"name": "relu"}}
+    monkeypatch.setattr(compile_worker, "write_package", fail)
+    for copies, error in ((2, errors.DiskFull), (6, RuntimeError)):
+        compile_worker.stage_weights(tmp_path, [ExpertWeights(None, rows, rows)])
+        free = copies * (tmp_path / compile_worker.STAGED).stat().st_size
+        monkeypatch.setattr(
+            compile_worker.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free)
+        )
+        with pytest.raises(error):
+            compile_worker.build(request)
 
 
 @pytest.mark.parametrize("where", ["library", "journal"])

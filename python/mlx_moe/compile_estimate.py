@@ -15,12 +15,11 @@ import numpy as np
 from .activations import Activation
 from .compile_directory import writing
 from .compile_tasks import Task, WeightSource
-from .compile_worker import Worker, stage_weights
+from .compile_worker import COPIES, Worker, stage_weights
 from .experts_weights import ExpertWeights
 
 # (experts, functions, hidden = inner): the smallest, one of much text, one of many bytes.
 PROBES = ((1, 1, 32), (8, 2, 32), (1, 1, 1024))
-COPIES = 2  # of a package beside those of each function: merged, and its weights as read
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from .mil_program import Stored, StoredExpert, operation_name
 from .package import Blob, Package, convolution_blobs
 from .package_entry import ExpertTensors, File, Tensor
 
+COPIES = 2  # of a package beside those of each function: merged, and its weights as read
 STAGED = "weights.npz"
 PACKAGE = "package.mlpackage"
 
@@ -63,7 +64,8 @@ def build(request: dict[str, Any]) -> dict[str, Any]:
     """
     directory = Path(request["directory"])
     path = directory / PACKAGE
-    needed = (directory / STAGED).stat().st_size
+    copies = len(request["capacities"]) + COPIES
+    needed = (directory / STAGED).stat().st_size * copies
     try:
         experts = staged_weights(directory)
         stored = write_package(
