@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,14 @@ def test_forms_of_tokens(tokens: Any) -> None:
 def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         calibrate(build(BY_NAME["qwen3_moe"]), **{"tokens": [[1, 2]], **options})
+
+
+def test_a_directory_that_cannot_be_written_is_said_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(InvalidArgument, match="its directory cannot be written in"):
+        calibrate(nn.Module(), [[1, 2]], out=tmp_path / "c.npz")
 
 
 def test_no_tokens_and_no_experts() -> None:

@@ -220,6 +220,16 @@ def test_a_full_disk_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyP
     assert path.read_bytes() == before and len(list(path.parent.iterdir())) == 1
 
 
+def test_a_read_only_file_system_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(*_: Any, **__: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    for name in ("open", "unlink"):
+        monkeypatch.setattr(Path, name, read_only)
+    with pytest.raises(InvalidArgument, match=r"cannot write .*c\.npz: .*Read-only"):
+        calibration().save(path)
+
+
 @pytest.mark.parametrize(
     ("loads", "expected"),
     [

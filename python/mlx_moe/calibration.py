@@ -5,6 +5,7 @@ import json
 import zipfile
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,8 @@ def write_npz(
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise (DiskFull if full else InvalidArgument)(f"cannot write {path}: {error}") from error
     finally:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):  # as on a file system that cannot be written
+            scratch.unlink()
 
 
 def scratch_path(path: str | Path) -> Path:
@@ -169,6 +171,8 @@ def scratch_path(path: str | Path) -> Path:
 def read_npz(path: str | Path, form: str, version: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """`meta` and the arrays of a file that `write_npz` wrote; CorruptFile if it is none."""
     try:
+        if Path(path).is_file() and not zipfile.is_zipfile(path):  # numpy would speak of pickles
+            raise CorruptFile(f"{path} is not a {form} file: it is no .npz, or is cut short")
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         meta = json.loads(str(arrays.pop("meta")))

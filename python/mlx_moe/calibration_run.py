@@ -1,6 +1,7 @@
 """Run a model over text and count where its tokens go."""
 
 import hashlib
+import os
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -81,6 +82,8 @@ def calibrate(
             raise InvalidArgument(f"{name} is {value}; expected a positive number of tokens")
     if out is not None and not Path(out).absolute().parent.is_dir():
         raise InvalidArgument(f"{out}: there is no such directory to write it in")
+    if out is not None and not os.access(Path(out).absolute().parent, os.W_OK):
+        raise InvalidArgument(f"{out}: its directory cannot be written in")
     corpus = tokens if isinstance(tokens, Corpus) else TokenLists(tokens)
     run = Run(model, corpus, chunk, max_tokens, max_document, files)
     if out is not None:

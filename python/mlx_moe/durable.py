@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ def write_json(path: Path, value: Any) -> Path:
             os.fsync(file.fileno())
         os.replace(scratch, path)
     finally:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):  # as on a file system that cannot be written
+            scratch.unlink()
     sync_directory(path.parent)
     return path
 
