@@ -15,10 +15,9 @@ import numpy as np
 from .errors import CorruptFile, IdentityMismatch, ModelNotFound
 from .find import find_modules, switch_kind
 from .layers import PROJECTIONS
+from .safetensors_headers import SHARDS, read_header
 
-SHARDS = "model*.safetensors"  # what mlx-lm loads
 SAMPLE_BYTES, SAMPLES = 4096, 64  # of all shards together, at least one of each
-LARGEST_HEADER = 100 << 20  # bytes, as the safetensors format allows
 LAYER_VALUES = 64  # of the first row of a projection's first expert
 PARTS = {
     "config": "config.json",
@@ -151,20 +150,8 @@ def _config(path: Path) -> dict[str, Any]:
 
 def _headers(shards: list[Path]) -> Iterator[bytes]:
     for shard in shards:
-        with shard.open("rb") as file:
-            header = file.read(8)
-            size = int.from_bytes(header, "little")
-            if len(header) < 8 or not 2 <= size <= LARGEST_HEADER:
-                raise CorruptFile(f"{shard} does not begin with a safetensors header")
-            try:
-                tensors = json.loads(file.read(size))
-            except ValueError as error:
-                raise CorruptFile(f"{shard}: the safetensors header is not JSON") from error
-        if not isinstance(tensors, dict):
-            raise CorruptFile(f"{shard}: the safetensors header is no JSON object")
-        tensors.pop("__metadata__", None)
         yield shard.name.encode()
-        yield _canonical(tensors)
+        yield _canonical(read_header(shard))
 
 
 def _samples(shards: list[Path]) -> Iterator[bytes]:
