@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -126,7 +127,7 @@ def _entry(kind: str, path: Path) -> Entry | None:
         kind,
         path.name,
         path,
-        sum(state.st_size for state in states[1:] or states),
+        sum(state.st_size for state in states if not stat.S_ISDIR(state.st_mode)),
         max(state.st_mtime for state in states),
         not path.name.startswith("."),
     )
