@@ -1,11 +1,9 @@
 """`mlx_moe benchmark`: prefill and decode, stock against replaced, in turns."""
 
 import argparse
-import json
 import platform
 import sys
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -13,22 +11,24 @@ import mlx_lm.utils
 import numpy as np
 
 from .. import core
-from ..errors import MoEError
+from ..energy import open_meter
 from ..loading import missing_model_is_an_error, replace_layers, trust_option
 from ..replace import resolve_backend
 from ..tables import table
-from .common import add_backend_option, command
+from .common import (
+    add_backend_option,
+    add_json_option,
+    check_json_target,
+    command,
+    positive,
+    write_json,
+)
+from .energy_report import as_text as energy_text
+from .energy_report import report as energy_report
 from .measure import SIDES, Measurement, Workload, measure
 
 PERCENTILES = (50, 95, 99)
 PREFILL_STEP_SIZE = 2048  # as mlx_lm.generate
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -48,7 +48,13 @@ def build_parser() -> argparse.ArgumentParser:
         parser.add_argument(
             *flags, type=positive, default=default, help=f"{text} (default: {default})"
         )
-    parser.add_argument("--json", metavar="FILE", help="Write JSON to FILE, or to stdout for '-'")
+    parser.add_argument(
+        "--energy",
+        action="store_true",
+        help="Also joules per token (RAPL on Linux, powermetrics as root on macOS; of the whole "
+        "machine), processor seconds and cycles",
+    )
+    add_json_option(parser)
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="Allow a model that brings its own code"
     )
@@ -59,8 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
 @command
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    if args.json not in (None, "-") and not Path(args.json).absolute().parent.is_dir():
-        raise MoEError(f"--json {args.json}: there is no such directory to write it in")
+    check_json_target(args.json)
     resolve_backend(args.backend)
     with missing_model_is_an_error(args.model):
         loaded: Any = mlx_lm.utils.load(
@@ -77,7 +82,14 @@ def main(argv: list[str] | None = None) -> int:
         generation_tokens=args.generation_tokens,
         prefill_step_size=args.prefill_step_size,
     )
-    measurement = measure(replace_layers(model, args.backend), workload, args.num_trials)
+    replaced = replace_layers(model, args.backend)
+    energy = None
+    if args.energy:
+        with open_meter() as meter:
+            measurement = measure(replaced, workload, args.num_trials, meter)
+            energy = energy_report(measurement, workload, meter.rails.missing)
+    else:
+        measurement = measure(replaced, workload, args.num_trials)
     report = {
         "model": args.model,
         "backend": args.backend,
@@ -86,6 +98,8 @@ def main(argv: list[str] | None = None) -> int:
         "machine": machine(),
         **results(measurement, workload),
     }
+    if energy is not None:
+        report["energy"] = energy
     print(as_text(report), file=sys.stderr if args.json == "-" else sys.stdout)
     if args.json is not None:
         write_json(report, args.json)
@@ -148,15 +162,5 @@ def as_text(report: dict[str, Any]) -> str:
         note = f"stock cannot run this model here: {report['stock_error']}"
     else:
         note = f"same most likely token at {report['same_top_token']:.1%} of the prompt"
-    return f"{facts}\n{table(header, rows)}\n{note}"
-
-
-def write_json(report: dict[str, Any], target: str) -> None:
-    text = json.dumps(report, indent=1) + "\n"
-    if target == "-":
-        sys.stdout.write(text)
-        return
-    path = Path(target)
-    scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_text(text)
-    scratch.replace(path)
+    energy = f"\n{energy_text(report['energy'])}" if "energy" in report else ""
+    return f"{facts}\n{table(header, rows)}\n{note}{energy}"

@@ -2,11 +2,13 @@
 
 import argparse
 import functools
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, distribution
+from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidArgument, MoEError
@@ -74,6 +76,34 @@ def add_stats_option(parser: argparse._ActionsContainer) -> None:
         default="summary",
         help="What to print to stderr at the end about the layers that ran (default: summary)",
     )
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def add_json_option(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--json", metavar="FILE", help="Write JSON to FILE, or to stdout for '-'")
+
+
+def check_json_target(target: str | None) -> None:
+    """Before the work: raise MoEError where --json names a file that cannot be made."""
+    if target not in (None, "-") and not Path(str(target)).absolute().parent.is_dir():
+        raise MoEError(f"--json {target}: there is no such directory to write it in")
+
+
+def write_json(report: Any, target: str) -> None:
+    text = json.dumps(report, indent=1) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+        return
+    path = Path(target)
+    scratch = path.with_name(f".{path.name}.tmp")
+    scratch.write_text(text)
+    scratch.replace(path)
 
 
 def command(main: Callable[[list[str] | None], int]) -> Callable[[list[str] | None], int]:

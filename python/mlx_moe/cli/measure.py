@@ -11,6 +11,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
+from ..energy import Meter, Use
 from ..loading import Replaced
 
 SIDES = ("stock", "replaced")
@@ -47,11 +48,15 @@ class Workload:
 
 @dataclass
 class Trial:
-    """Seconds of the whole prefill and of each decoded token; most likely token per position."""
+    """Seconds of the whole prefill and of each decoded token; most likely token per position.
+
+    `use` is energy and processor time of each phase, where they were asked for.
+    """
 
     prefill: float
     decode: list[float]
     predictions: mx.array
+    use: dict[str, Use] = field(default_factory=dict)
 
 
 @dataclass
@@ -69,7 +74,9 @@ class Measurement:
         return float(np.mean(np.array(stock == replaced)))
 
 
-def measure(model: Replaced, workload: Workload, count: int) -> Measurement:
+def measure(
+    model: Replaced, workload: Workload, count: int, meter: Meter | None = None
+) -> Measurement:
     """Run `count` trials of each side, the sides taking turns at going first."""
     measurement = Measurement()
     with tqdm(
@@ -78,37 +85,49 @@ def measure(model: Replaced, workload: Workload, count: int) -> Measurement:
         for number in range(count):
             for side in SIDES if number % 2 == 0 else reversed(SIDES):
                 if side == "replaced" or measurement.stock_error is None:
-                    take_turn(model, side, workload, measurement)
+                    take_turn(model, side, workload, measurement, meter)
                 progress.update()
     model.restore()
     return measurement
 
 
-def take_turn(model: Replaced, side: str, workload: Workload, measurement: Measurement) -> None:
+def take_turn(
+    model: Replaced,
+    side: str,
+    workload: Workload,
+    measurement: Measurement,
+    meter: Meter | None = None,
+) -> None:
     model.restore()
     if side == "replaced":
         model.replace()
     try:
         run_trial(model.model, workload.warm_up())
-        measurement.trials[side].append(run_trial(model.model, workload))
+        measurement.trials[side].append(run_trial(model.model, workload, meter))
     except (RuntimeError, ValueError) as error:
         if side == "replaced":
             raise
         measurement.stock_error = str(error)  # MLX on the CPU refuses f16 and bf16 experts
 
 
-def run_trial(model: nn.Module, workload: Workload) -> Trial:
+def run_trial(model: nn.Module, workload: Workload, meter: Meter | None = None) -> Trial:
     tokens, cache = workload.tokens(), make_prompt_cache(model)
     mx.eval(tokens)
     prefill, predictions = 0.0, []
+    use: dict[str, Use] = {}
+    before = meter.now() if meter else None
     for start, end in workload.prompt_steps():
         logits, seconds = timed_step(model, tokens[:, start:end], cache)
         prefill += seconds
         predictions.append(mx.argmax(logits, axis=-1))
     decode = []
+    if meter and before:
+        use["prefill"], before = meter.since(before), meter.now()
     for position in range(workload.prompt_tokens, tokens.shape[1]):
         decode.append(timed_step(model, tokens[:, position : position + 1], cache)[1])
-    trial = Trial(prefill, decode, mx.concatenate(predictions, axis=1))
+    if meter and before:
+        use["decode"] = meter.since(before)
+    trial = Trial(prefill, decode, mx.concatenate(predictions, axis=1), use)
     mx.eval(trial.predictions)
     return trial
 
