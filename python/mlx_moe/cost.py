@@ -85,6 +85,8 @@ def static_seconds(
     an expert's activations exceed the on-chip memory the rest travels too. Convex in capacity.
     """
     inner = expert.inner if inner is None else inner
+    if device.curves is not None:
+        return device.curves.static_seconds(expert.hidden, inner, experts, capacity)
     slots = experts * np.asarray(capacity, np.float64)
     compute = slots * expert.flops * inner / expert.inner / _static_flops(device)
     rows = FP16 * 2 * expert.hidden * slots
@@ -113,17 +115,26 @@ def _static_flops(device: Device) -> float:
 
 def cold_seconds(device: Device, expert: Expert, loads: Array, speedup: float = 1.0) -> Array:
     """Of each expert on the cold path, for the loads given; the start of the path is not in it."""
+    if device.curves is not None:
+        return device.curves.cold_seconds(expert.hidden, expert.inner, loads)
     reading = np.where(loads > 0, expert.cold_bytes / device["cold_bandwidth"], 0)
     return np.maximum(loads * expert.flops / (device["cold_flops"] * speedup), reading)
 
 
 def layer_seconds(device: Device, static: Array | float, cold: Array | float) -> Array:
-    """Of a layer: both paths at once, the cold one with its start, and one wait if both run."""
+    """Of a layer: both paths at once, the cold one with its start, and one wait if both run.
+
+    Of the shorter path nothing is left beside the longer, or what measuring both at once showed.
+    """
     static, cold = np.asarray(static, np.float64), np.asarray(cold, np.float64)
     cold = np.where(cold > 0, cold + device["cold_seconds"], 0)
     if "sync_seconds" not in device.numbers:
         return cold
-    return np.maximum(static, cold) + np.where(static > 0, device["sync_seconds"], 0)
+    wait = np.where(static > 0, device["sync_seconds"], 0)
+    apart = 0.0
+    if device.curves is not None and device.curves.overlap is not None:
+        apart = 1 - device.curves.overlap
+    return np.maximum(static, cold) + apart * np.minimum(static, cold) + wait
 
 
 def break_even(device: Device, expert: Expert, weights: str, experts: int) -> int | None:

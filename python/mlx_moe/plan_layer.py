@@ -1,6 +1,6 @@
 """One layer's plan on a static executor: groups, what they are expected to bring, or why not."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +79,8 @@ def plan_layer(
             f"no static path here: {timed.seconds * 1e3:.2f} ms a chunk with it, and "
             f"{timed.cold * 1e3:.2f} ms without",
         )
+    if (slower := _measured_slower(layer, bundles, beside, capacities)) is not None:
+        return _without(layer, slower)
     dropped = (chosen.count - len(hot)) * curve.expert_bytes
     return LayerPlan(
         layer.facts,
@@ -186,6 +188,23 @@ def _static_from(
     return start
 
 
+def _measured_slower(
+    layer: Layer, bundles: list[Bundle], beside: Bundle | None, tiers: tuple[int, ...]
+) -> str | None:
+    """The reason against a static path whose times as measured, not as the numbers have them, are
+    no less than the cold path's; None without measurements, or where they bear it out."""
+    device = layer.device.by_measurement()
+    if device is None or layer.forced:
+        return None
+    timed = time_layer(replace(layer, device=device), bundles, beside, tiers, layer.loads)
+    if timed.seconds < timed.cold:
+        return None
+    return (
+        f"no static path here: as measured, {timed.seconds * 1e3:.2f} ms a chunk with it, and "
+        f"{timed.cold * 1e3:.2f} ms without"
+    )
+
+
 def _groups(bundles: list[Bundle], inner: int, prefix: str) -> tuple[Group, ...]:
     groups: list[Group] = []
     for bundle in bundles:
@@ -235,6 +254,8 @@ def _expected(layer: Layer, hot: Ints, tiers: Tiers | None, size: int, timed: Ti
 
 def _without(layer: Layer, reason: str) -> LayerPlan:
     """A layer left to the cold path."""
+    if (measurements := layer.device.measurements) is not None:
+        reason += f" (measured on this device, {measurements.date})"
     timed = time_layer(layer, [], None, (), layer.loads)
     none = np.zeros(0, np.int64)
     return LayerPlan(

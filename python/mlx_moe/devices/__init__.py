@@ -4,12 +4,13 @@ import json
 import os
 import platform
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ..errors import CorruptFile, InvalidArgument
+from ..measured import Measurements
 
 FOLDER = Path(__file__).parent
 EXECUTORS = ("static", "cpu")
@@ -55,12 +56,19 @@ class Number:
 
 @dataclass(frozen=True)
 class Device:
-    """A profile; `device["static_flops"]` is a number's value."""
+    """A profile; `device["static_flops"]` is a number's value.
+
+    Attributes:
+        measurements: what `mlx_moe tune` fitted the numbers to; None for a built-in profile.
+        curves: these, where costs are to be taken from them and not from the numbers.
+    """
 
     name: str
     executor: str
     description: str
     numbers: dict[str, Number]
+    measurements: Measurements | None = None
+    curves: Measurements | None = field(default=None, compare=False)
 
     def __getitem__(self, number: str) -> float:
         return self.numbers[number].value
@@ -70,14 +78,24 @@ class Device:
         """Whether every number was measured."""
         return all(number.measured for number in self.numbers.values())
 
+    def by_measurement(self) -> "Device | None":
+        """The same device with costs as measured; None unless both paths were."""
+        found = self.measurements
+        if found is None or not (found.has("static") and found.has("cold")):
+            return None
+        return replace(self, curves=found)
+
     def as_dict(self) -> dict[str, Any]:
         numbers = {name: number.as_dict() for name, number in self.numbers.items()}
-        return {
+        found: dict[str, Any] = {
             "name": self.name,
             "executor": self.executor,
             "description": self.description,
             "numbers": numbers,
         }
+        if self.measurements is not None:
+            found["measurements"] = self.measurements.as_dict()
+        return found
 
     @staticmethod
     def from_dict(data: Any, where: str) -> "Device":
@@ -99,7 +117,10 @@ class Device:
         numbers = {
             name: _number(found[name], unit, f"{where}: {name}") for name, unit in expected.items()
         }
-        return Device(data["name"], data["executor"], data["description"], numbers)
+        measurements = None
+        if "measurements" in data:
+            measurements = Measurements.from_dict(data["measurements"], f"{where}: measurements")
+        return Device(data["name"], data["executor"], data["description"], numbers, measurements)
 
 
 def _number(data: Any, unit: str, where: str) -> Number:
@@ -122,7 +143,8 @@ def names() -> tuple[str, ...]:
 
 
 def load_device(device: "str | Path | Device" = AUTO) -> Device:
-    """A built-in profile by name, one from a JSON file, or `auto`: that of this machine.
+    """A built-in profile by name, one from a JSON file, or `auto`: that of this machine, tuned
+    if `mlx_moe tune` has been here.
 
     Raises:
         InvalidArgument: no such profile; the message lists those there are.
@@ -130,14 +152,24 @@ def load_device(device: "str | Path | Device" = AUTO) -> Device:
     """
     if isinstance(device, Device):
         return device
+    if device == AUTO:
+        from .. import tune_profile
+
+        if (tuned := tune_profile.load()) is not None:
+            return tuned
     name = this_device() if device == AUTO else str(device)
     if name in names():
-        return _with_own_memory(_read(FOLDER / f"{name}.json"))
+        return builtin(name)
     if Path(name).is_file():
-        return _read(Path(name))
+        return read_device(Path(name))
     raise InvalidArgument(
         f"no device {name!r}: expected {AUTO}, a profile's JSON file or one of {', '.join(names())}"
     )
+
+
+def builtin(name: str) -> Device:
+    """The profile that comes with the package, one of `names()`."""
+    return _with_own_memory(read_device(FOLDER / f"{name}.json"))
 
 
 def this_device() -> str:
@@ -158,7 +190,8 @@ def this_device() -> str:
     return name if name in names() else "cpu"
 
 
-def _read(path: Path) -> Device:
+def read_device(path: Path) -> Device:
+    """A profile from its file; CorruptFile if it is none."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,0 +1,134 @@
+"""Times that were measured on a device, and what they say of other loads and groups."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import CorruptFile
+
+Array = NDArray[np.float64]
+PATHS = ("static", "cold")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement.
+
+    Attributes:
+        path: "static" (one dispatch) or "cold" (one call).
+        hidden, inner: features outside and inside an expert.
+        experts: in the group, or that had a load.
+        rows: capacity, or load of each expert.
+        seconds: the median.
+    """
+
+    path: str
+    hidden: int
+    inner: int
+    experts: int
+    rows: int
+    seconds: float
+
+    @property
+    def size(self) -> int:
+        return self.hidden * self.inner
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What a profile's numbers were fitted to.
+
+    Attributes:
+        date: "2026-01-31".
+        overlap: share of the shorter path's time that is saved when both run at once: 1 where
+            they are units of their own, 0 where they share one; None if not measured.
+        samples: at least one of each path that was measured.
+    """
+
+    date: str
+    overlap: float | None
+    samples: tuple[Sample, ...]
+
+    def has(self, path: str) -> bool:
+        return any(sample.path == path for sample in self.samples)
+
+    def static_seconds(
+        self, hidden: int, inner: int, experts: int, capacity: Array | float
+    ) -> Array:
+        """Of one dispatch."""
+        near = self._nearest("static", hidden * inner)
+        counts = sorted({sample.experts for sample in near})
+        each = [_over_rows((s for s in near if s.experts == n), capacity) for n in counts]
+        if experts <= counts[0]:
+            seconds = each[0]
+        elif experts >= counts[-1]:
+            seconds = each[-1] * experts / counts[-1]
+        else:
+            after = next(i for i, n in enumerate(counts) if n > experts)
+            low, high = np.log(counts[after - 1]), np.log(counts[after])
+            share = (np.log(experts) - low) / (high - low)
+            seconds = each[after - 1] ** (1 - share) * each[after] ** share
+        return seconds * (hidden * inner / near[0].size)
+
+    def cold_seconds(self, hidden: int, inner: int, loads: Array) -> Array:
+        """Of each expert by its load; none for no load."""
+        near = self._nearest("cold", hidden * inner)
+        most = max(sample.experts for sample in near)
+        seconds = _over_rows((s for s in near if s.experts == most), loads) / most
+        return np.where(loads > 0, seconds * (hidden * inner / near[0].size), 0.0)
+
+    def _nearest(self, path: str, size: int) -> list[Sample]:
+        """The samples of the size of expert that is nearest."""
+        own = [sample for sample in self.samples if sample.path == path]
+        best = min(own, key=lambda s: abs(np.log(s.size / size))).size
+        return [sample for sample in own if sample.size == best]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"samples": [asdict(sample) for sample in self.samples]}
+
+    @staticmethod
+    def from_dict(data: Any, where: str) -> "Measurements":
+        """Check what `as_dict` gave; CorruptFile, which names `where`, for anything else."""
+        if not isinstance(data, dict) or data.keys() != {"date", "overlap", "samples"}:
+            raise CorruptFile(f"{where}: expected an object of date, overlap and samples")
+        date, overlap, samples = data["date"], data["overlap"], data["samples"]
+        if not isinstance(date, str):
+            raise CorruptFile(f"{where}: date is {date!r}, expected a text")
+        if overlap is not None and not (_is_number(overlap) and 0 <= overlap <= 1):
+            raise CorruptFile(f"{where}: overlap is {overlap!r}, expected a share or null")
+        if not isinstance(samples, list) or not samples:
+            raise CorruptFile(f"{where}: samples is {samples!r}, expected some")
+        found = tuple(_sample(s, f"{where}: samples[{i}]") for i, s in enumerate(samples))
+        return Measurements(date, overlap, found)
+
+
+def _over_rows(samples: Iterable[Sample], rows: Array | float) -> Array:
+    """Seconds at other numbers of rows: as few take as long as the fewest measured, more than
+    the most in proportion, between along a line of both logarithms."""
+    ordered = sorted((s.rows, s.seconds) for s in samples)
+    known, seconds = np.array(ordered, np.float64).T
+    wanted = np.maximum(np.asarray(rows, np.float64), known[0])
+    between = np.exp(np.interp(np.log(wanted), np.log(known), np.log(seconds)))
+    return np.asarray(between * np.maximum(wanted / known[-1], 1.0))
+
+
+def _sample(data: Any, where: str) -> Sample:
+    names = {field.name for field in fields(Sample)}
+    if not isinstance(data, dict) or data.keys() != names:
+        raise CorruptFile(f"{where}: found {data!r}, expected {sorted(names)}")
+    if data["path"] not in PATHS:
+        raise CorruptFile(f"{where}: path is {data['path']!r}, expected one of {PATHS}")
+    for name in ("hidden", "inner", "experts", "rows"):
+        value = data[name]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise CorruptFile(f"{where}: {name} is {value!r}, expected a count above 0")
+    if not _is_number(data["seconds"]) or not 0 < data["seconds"] < 1e6:
+        raise CorruptFile(f"{where}: seconds is {data['seconds']!r}, expected a time above 0")
+    return Sample(**data)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
