@@ -15,6 +15,9 @@ COMMANDS = {
     "compile": "write the groups of a plan as Core ML packages",
     "evaluate": "compare what a plan's layers say with stock: accuracy, perplexity, divergence",
     "benchmark": "measure prefill and decode, stock against replaced",
+    "doctor": "what this machine can do, whether a model is supported, what to do next",
+    "tune": "measure this machine, for `plan`",
+    "cache": "list or delete what is kept between runs",
 }
 
 
