@@ -1,10 +1,14 @@
 """What every test shares: no hub, one device, seeded, the example model's directory."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports huggingface_hub
+# What the user has tuned or counted is no part of a test, nor are tests to leave anything there.
+_cache = tempfile.TemporaryDirectory(prefix="mlx-moe-tests-")
+os.environ["MLX_MOE_CACHE"] = _cache.name
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # servers and workers are forked
 
 import mlx.core as mx
