@@ -15,7 +15,7 @@ from routing_record import assert_quantiles, record
 
 import mlx_moe
 from mlx_moe import Calibration, InvalidArgument, NoMoELayers, calibrate
-from mlx_moe.calibration_state import state_path
+from mlx_moe.calibration_state import read_npz, state_path, write_npz
 from mlx_moe.counting import LayerCounts
 from mlx_moe.errors import BadData, CorruptFile, IdentityMismatch
 
@@ -366,6 +366,27 @@ def test_a_damaged_state_is_refused(tmp_path: Path, cut: int) -> None:
     state = state_path(out)
     state.write_bytes(state.read_bytes()[:cut])
     with pytest.raises(CorruptFile, match=r"c\.npz\.partial"):
+        calibrate(model, TEXTS, chunk=CHUNK, out=out)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda meta, _: meta["progress"].update(documents="x"),
+        lambda meta, _: meta["progress"].update(chunks=99),
+        lambda meta, _: meta["progress"].update(source_tokens=None),
+        lambda meta, _: meta["progress"].update(top_k=[]),
+        lambda meta, _: meta["progress"]["chunk_tokens"].__setitem__(0, 1),
+        lambda _, arrays: arrays.update({"loads.0": np.zeros(8, np.uint32)}),
+    ],
+)
+def test_a_changed_state_is_refused(tmp_path: Path, change: Any) -> None:
+    out = tmp_path / "c.npz"
+    model = interrupted(out)
+    meta, arrays = read_npz(state_path(out), "mlx_moe.calibration-state", 1)
+    change(meta, arrays)
+    write_npz(state_path(out), meta, arrays)
+    with pytest.raises(CorruptFile, match=r"c\.npz\.partial cannot be gone on from"):
         calibrate(model, TEXTS, chunk=CHUNK, out=out)
 
 

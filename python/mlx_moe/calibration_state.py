@@ -33,6 +33,15 @@ class Progress:
     source_tokens: dict[str, int] = field(default_factory=dict)
     top_k: dict[str, int] = field(default_factory=dict)
 
+    def check(self) -> None:
+        """Raise ValueError unless the numbers go together; AttributeError or TypeError likewise."""
+        counts = [self.documents, self.chunks, *self.source_tokens.values(), *self.top_k.values()]
+        if not all(type(count) is int and count > 0 for count in [*counts, *self.chunk_tokens]):
+            raise ValueError("counts that are not positive numbers")
+        most, tokens = len(self.chunk_tokens), sum(self.chunk_tokens)
+        if max(self.documents, self.chunks) > most or sum(self.source_tokens.values()) != tokens:
+            raise ValueError("counts that do not go together")
+
 
 def state_path(out: str | Path) -> Path:
     """Where the state of a calibration that will be written to `out` is kept."""
@@ -85,13 +94,14 @@ def load_state(
                     f"{value!r}: use the same, or {AGAIN}"
                 )
         progress = Progress(**meta["progress"])
+        progress.check()
         if meta["layers"] != list(counts):
             raise ValueError("other layers")
         for i, layer in enumerate(counts.values()):
             layer.set_state({name: arrays[f"{name}.{i}"] for name in layer.state()})
             if len(layer.loads) != len(progress.chunk_tokens):
                 raise ValueError("loads of other chunks")
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         if isinstance(error, InvalidArgument):
             raise
         raise CorruptFile(f"{path} cannot be gone on from ({error}): {AGAIN}") from error
