@@ -177,7 +177,8 @@ void bind_store(nb::module_& m) {
     try {
       std::rethrow_exception(p);
     } catch (const StoreFailure& e) {
-      PyErr_SetString(nb::module_::import_("mlx_moe.errors").attr(e.kind).ptr(), e.what());
+      PyErr_SetString(nb::module_::import_("mlx_moe.errors").attr(name_of(e.failure)).ptr(),
+                      e.what());
     }
   });
   m.def("safetensors", &tensors, "path"_a,

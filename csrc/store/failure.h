@@ -5,28 +5,27 @@
 
 namespace mlx_moe {
 
-// What can go wrong with files and slots. `kind` names the class of mlx_moe.errors that it becomes
-// in Python.
+// What can go wrong with files and slots.
+enum class Failure { corrupt, read, changed, closed, busy, memory };
+
+// The class of mlx_moe.errors that a failure becomes in Python.
+inline const char* name_of(Failure failure) {
+  static constexpr const char* names[] = {"CorruptFile", "ReadFailed", "FileChanged",
+                                          "StoreClosed", "StoreBusy",  "MemoryLimit"};
+  return names[int(failure)];
+}
+
 struct StoreFailure : std::runtime_error {
-  const char* kind;
-  StoreFailure(const char* kind, const std::string& message)
-      : std::runtime_error(message), kind(kind) {}
+  Failure failure;
+  StoreFailure(Failure failure, const std::string& message)
+      : std::runtime_error(message), failure(failure) {}
 };
 
-namespace failure {
-inline constexpr const char* corrupt = "CorruptFile";
-inline constexpr const char* read = "ReadFailed";
-inline constexpr const char* changed = "FileChanged";
-inline constexpr const char* closed = "StoreClosed";
-inline constexpr const char* busy = "StoreBusy";
-inline constexpr const char* memory = "MemoryLimit";
-}  // namespace failure
-
 template <class... Parts>
-[[noreturn]] void fail(const char* kind, const Parts&... parts) {
+[[noreturn]] void fail(Failure failure, const Parts&... parts) {
   std::ostringstream message;
   (message << ... << parts);
-  throw StoreFailure(kind, message.str());
+  throw StoreFailure(failure, message.str());
 }
 
 }  // namespace mlx_moe

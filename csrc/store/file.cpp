@@ -43,11 +43,11 @@ std::atomic<File::Pread> File::pread_call{&::pread};
 
 File::File(std::string path, bool direct) : path_(std::move(path)) {
   file_ = open(path_.c_str(), O_RDONLY | O_CLOEXEC);
-  if (file_ < 0) fail(failure::read, path_, " cannot be opened: ", std::strerror(errno));
+  if (file_ < 0) fail(Failure::read, path_, " cannot be opened: ", std::strerror(errno));
   struct stat facts;
   if (fstat(file_, &facts) != 0 || !S_ISREG(facts.st_mode)) {
     close(file_);
-    fail(failure::read, path_, " is not a regular file");
+    fail(Failure::read, path_, " is not a regular file");
   }
   size_ = uint64_t(facts.st_size);
   device_ = uint64_t(facts.st_dev);
@@ -120,25 +120,25 @@ ssize_t File::read_some(int file, void* to, size_t size, uint64_t offset) {
 
 void File::failed(ssize_t got, uint64_t offset, size_t size) const {
   if (got < 0)
-    fail(failure::read, path_, " cannot be read at byte ", offset, ": ", std::strerror(errno));
+    fail(Failure::read, path_, " cannot be read at byte ", offset, ": ", std::strerror(errno));
   check_unchanged();
-  fail(failure::read, path_, " ended at byte ", offset, ", expected ", size, " bytes more");
+  fail(Failure::read, path_, " ended at byte ", offset, ", expected ", size, " bytes more");
 }
 
 void File::check_unchanged() const {
   struct stat now;
   if (fstat(file_, &now) != 0)
-    fail(failure::read, path_, " cannot be read any more: ", std::strerror(errno));
+    fail(Failure::read, path_, " cannot be read any more: ", std::strerror(errno));
   if (uint64_t(now.st_size) != size_ || modified_at(now) != modified_)
-    fail(failure::changed, path_, " was written to while it was in use; load the model again");
+    fail(Failure::changed, path_, " was written to while it was in use; load the model again");
 }
 
 void File::check_path() const {
   struct stat now;
   if (stat(path_.c_str(), &now) != 0)
-    fail(failure::changed, path_, " is gone (", std::strerror(errno), "); load the model again");
+    fail(Failure::changed, path_, " is gone (", std::strerror(errno), "); load the model again");
   if (uint64_t(now.st_dev) != device_ || uint64_t(now.st_ino) != inode_)
-    fail(failure::changed, path_, " was replaced by another file; load the model again");
+    fail(Failure::changed, path_, " was replaced by another file; load the model again");
   check_unchanged();
 }
 

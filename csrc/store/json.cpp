@@ -158,7 +158,7 @@ class Parser {
       return;
     }
     const int more = code < 0x800 ? 1 : code < 0x10000 ? 2 : 3;
-    text += char((0xf00 >> more & 0xff) | code >> (6 * more));
+    text += char((0xf00 >> (more + 1) & 0xff) | code >> (6 * more));
     for (int i = more - 1; i >= 0; --i) text += char(0x80 | (code >> (6 * i) & 0x3f));
   }
 

@@ -53,7 +53,7 @@ class Builder {
  private:
   template <class... Parts>
   [[noreturn]] void wrong(const Parts&... parts) const {
-    fail(failure::corrupt, source_.name, ": ", parts...);
+    fail(Failure::corrupt, source_.name, ": ", parts...);
   }
 
   Stack stack(const std::vector<std::string>& names) const {
@@ -188,7 +188,7 @@ Checkpoint::Checkpoint(const std::vector<std::string>& paths, bool direct) {
             [](const Found& a, const Found& b) { return a.tensor.name < b.tensor.name; });
   for (size_t i = 1; i < tensors_.size(); ++i)
     if (tensors_[i - 1].tensor.name == tensors_[i].tensor.name)
-      fail(failure::corrupt, "tensor '", tensors_[i].tensor.name, "' is in ",
+      fail(Failure::corrupt, "tensor '", tensors_[i].tensor.name, "' is in ",
            files_[tensors_[i - 1].file]->path(), " and in ", files_[tensors_[i].file]->path());
 }
 
@@ -197,7 +197,7 @@ const Checkpoint::Found& Checkpoint::find(const std::string& name, const std::st
       std::lower_bound(tensors_.begin(), tensors_.end(), name,
                        [](const Found& f, const std::string& n) { return f.tensor.name < n; });
   if (it == tensors_.end() || it->tensor.name != name)
-    fail(failure::corrupt, asks, ": there is no tensor '", name, "' in the ", files_.size(),
+    fail(Failure::corrupt, asks, ": there is no tensor '", name, "' in the ", files_.size(),
          " files");
   return *it;
 }

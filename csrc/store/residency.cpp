@@ -61,7 +61,7 @@ std::vector<std::shared_ptr<Load>> Residency::hold(size_t layer,
         loads.push_back(begin(e, Evict::any));
   } catch (...) {  // no memory, whatever the budget says: as if nothing had begun
     for (const auto& load : loads) {
-      load->failed = failure::memory;
+      load->failed = Failure::memory;
       load->parts_left = 0;
       finish(load);
     }
@@ -113,7 +113,7 @@ std::shared_ptr<Load> Residency::begin(uint32_t expert, Evict which) {
     slot = bank_.take(bytes_of(expert));
   if (!slot && which != Evict::any) return nullptr;
   if (!slot)
-    fail(failure::memory, layers_[layer_of_[expert]].name,
+    fail(Failure::memory, layers_[layer_of_[expert]].name,
          ": the system has no memory for a slot of ", bytes_of(expert),
          " bytes; give the experts less memory than ", bank_.budget(), " bytes");
   change(expert, [&](Entry& e) {

@@ -2,11 +2,13 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "store/bank.h"
+#include "store/failure.h"
 #include "store/layout.h"
 #include "store/policy.h"
 
@@ -16,8 +18,8 @@ namespace mlx_moe {
 struct Load {
   uint32_t expert;
   size_t parts_left = 0;
-  bool ahead = false;            // nobody waits for it yet
-  const char* failed = nullptr;  // kind of failure
+  bool ahead = false;  // nobody waits for it yet
+  std::optional<Failure> failed;
   std::string message;
   bool done() const { return parts_left == 0; }
 };

@@ -14,13 +14,13 @@ constexpr uint64_t kLargestHeader = 100 << 20;  // as the format allows
 
 Json read_header(const File& file, uint64_t& data) {
   uint8_t length[8];
-  if (file.size() < 8) fail(failure::corrupt, file.path(), " is too short for a safetensors file");
+  if (file.size() < 8) fail(Failure::corrupt, file.path(), " is too short for a safetensors file");
   const Segment first{0, 8, length};
   file.read({&first, 1});
   uint64_t size = 0;
   for (int i = 0; i < 8; ++i) size |= uint64_t(length[i]) << (8 * i);
   if (size < 2 || size > kLargestHeader || size > file.size() - 8)
-    fail(failure::corrupt, file.path(), ": the safetensors header would have ", size,
+    fail(Failure::corrupt, file.path(), ": the safetensors header would have ", size,
          " bytes, the file has ", file.size());
   std::string text(size, '\0');
   const Segment rest{8, size, reinterpret_cast<uint8_t*>(text.data())};
@@ -29,7 +29,7 @@ Json read_header(const File& file, uint64_t& data) {
   try {
     return parse_json(text);
   } catch (const Error& e) {
-    fail(failure::corrupt, file.path(), ": the safetensors header is ", e.what());
+    fail(Failure::corrupt, file.path(), ": the safetensors header is ", e.what());
   }
 }
 
@@ -43,7 +43,7 @@ bool bytes_of(const Tensor& t, uint64_t& bytes) {
 
 Tensor tensor_of(const std::string& name, const Json& entry, const File& file, uint64_t data) {
   const auto wrong = [&](const auto&... what) {
-    fail(failure::corrupt, file.path(), ": tensor '", name, "' ", what...);
+    fail(Failure::corrupt, file.path(), ": tensor '", name, "' ", what...);
   };
   const Json *dtype = entry.find("dtype"), *shape = entry.find("shape"),
              *range = entry.find("data_offsets");
@@ -86,7 +86,7 @@ std::vector<Tensor> read_tensors(const File& file) {
   uint64_t data = 0;
   const Json header = read_header(file, data);
   if (!header.object())
-    fail(failure::corrupt, file.path(), ": the safetensors header is no JSON object");
+    fail(Failure::corrupt, file.path(), ": the safetensors header is no JSON object");
   std::vector<Tensor> tensors;
   for (const auto& [name, entry] : *header.object())
     if (name != "__metadata__") tensors.push_back(tensor_of(name, entry, file, data));
@@ -96,7 +96,7 @@ std::vector<Tensor> read_tensors(const File& file) {
   for (const Tensor& t : tensors) {
     if (!t.size) continue;
     if (before && t.offset < before->offset + before->size)
-      fail(failure::corrupt, file.path(), ": tensors '", before->name, "' and '", t.name,
+      fail(Failure::corrupt, file.path(), ": tensors '", before->name, "' and '", t.name,
            "' overlap");
     before = &t;
   }

@@ -43,7 +43,7 @@ ExpertStore::ExpertStore(const std::vector<std::string>& paths,
   } catch (const std::system_error& e) {
     if (!threads_->readers.empty()) return;  // fewer will do
     delete threads_;
-    fail(failure::busy, "the system starts no thread to read with: ", e.what());
+    fail(Failure::busy, "the system starts no thread to read with: ", e.what());
   }
 }
 
@@ -70,12 +70,12 @@ void ExpertStore::close() {
 
 ExpertStore::Lock ExpertStore::lock() const {
   if (process_ != getpid())
-    fail(failure::closed, "the expert store belongs to the parent process; open one here");
+    fail(Failure::closed, "the expert store belongs to the parent process; open one here");
   return Lock(threads_->mutex);
 }
 
 void ExpertStore::check_open() const {
-  if (closed_) fail(failure::closed, "the expert store is closed");
+  if (closed_) fail(Failure::closed, "the expert store is closed");
 }
 
 // Numbers over all layers, each once, rising.
@@ -100,7 +100,7 @@ std::shared_ptr<HeldExperts> ExpertStore::acquire(size_t layer, std::span<const 
   auto guard = lock();
   check_open();
   if (wanted.size() > residency_.budget() / l.slot_bytes)
-    fail(failure::memory, l.name, ": ", wanted.size(), " experts at once need ",
+    fail(Failure::memory, l.name, ": ", wanted.size(), " experts at once need ",
          wanted.size() * l.slot_bytes, " bytes, the limit is ", residency_.budget(),
          "; raise the limit, or run the forward in parts");
   wait_for_slots(guard, layer, wanted, poll);
@@ -126,7 +126,7 @@ std::shared_ptr<HeldExperts> ExpertStore::acquire(size_t layer, std::span<const 
       });
     }
     for (const auto& load : coming)
-      if (load->failed) fail(load->failed, l.name, ": ", load->message);
+      if (load->failed) fail(*load->failed, l.name, ": ", load->message);
   } catch (...) {
     guard.unlock();  // what is held is released without it
     throw;
@@ -156,8 +156,8 @@ void ExpertStore::wait_for_slots(Lock& guard, size_t layer, std::span<const uint
   try {
     wait(guard, poll, true, [&] { return fits = residency_.fits(wanted); });
   } catch (const StoreFailure& e) {
-    if (e.kind != failure::busy) throw;
-    fail(failure::busy, layers_[layer].name, ": waited ", options_.timeout,
+    if (e.failure != Failure::busy) throw;
+    fail(Failure::busy, layers_[layer].name, ": waited ", options_.timeout,
          " s for slots that other forwards hold, of ", residency_.budget(),
          " bytes; release them, or raise the limit");
   }
@@ -182,7 +182,7 @@ void ExpertStore::wait(Lock& guard, const Poll& poll, bool limited, Ready&& read
   residency_.counters().stall_seconds += waited();
   if (ready()) return;
   check_open();
-  fail(failure::busy, "");
+  fail(Failure::busy, "");
 }
 
 void ExpertStore::start(const std::vector<std::shared_ptr<Load>>& loads, std::deque<Run>& queue) {
@@ -282,20 +282,20 @@ void ExpertStore::read_runs() {
     if (closed_) return;
     reading_ahead_ += ahead;
     guard.unlock();
-    const char* kind = nullptr;
+    std::optional<Failure> failed;
     std::string message;
     try {
       checkpoint_.files()[run.file]->read(run.segments);
     } catch (const StoreFailure& e) {
-      kind = e.kind;
+      failed = e.failure;
       message = e.what();
     } catch (const std::exception& e) {
-      kind = failure::read;
+      failed = Failure::read;
       message = e.what();
     }
     guard.lock();
     reading_ahead_ -= ahead;
-    finished(run, kind, message);
+    finished(run, failed, message);
   }
 }
 
@@ -327,13 +327,14 @@ bool ExpertStore::begin_ahead() {
   return true;
 }
 
-void ExpertStore::finished(const Run& run, const char* kind, const std::string& message) {
+void ExpertStore::finished(const Run& run, std::optional<Failure> failed,
+                           const std::string& message) {
   bool some = false;
   for (size_t i = 0; i < run.segments.size(); ++i) {
     const auto& load = run.loads[i];
-    if (!kind) residency_.counters().bytes_read += run.segments[i].size;
-    if (kind && !load->failed) {
-      load->failed = kind;
+    if (!failed) residency_.counters().bytes_read += run.segments[i].size;
+    if (failed && !load->failed) {
+      load->failed = failed;
       load->message = message;
     }
     if (--load->parts_left > 0) continue;

@@ -107,7 +107,7 @@ class ExpertStore : public std::enable_shared_from_this<ExpertStore> {
   void read_runs();
   bool begin_ahead();
   bool next(Run& run, bool& ahead);
-  void finished(const Run& run, const char* kind, const std::string& message);
+  void finished(const Run& run, std::optional<Failure> failed, const std::string& message);
 
   const Checkpoint checkpoint_;
   std::vector<LayerLayout> layers_;

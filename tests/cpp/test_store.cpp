@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <functional>
 #include <thread>
 
 #include "checkpoint_file.h"
@@ -57,13 +58,13 @@ struct Fixture {
   }
 };
 
-const char* kind_of(const std::function<void()>& call) {
+std::optional<Failure> kind_of(const std::function<void()>& call) {
   try {
     call();
   } catch (const StoreFailure& e) {
-    return e.kind;
+    return e.failure;
   }
-  return "";
+  return std::nullopt;
 }
 
 void settle(const ExpertStore& store) {
@@ -133,8 +134,8 @@ TEST_CASE("what is held stays; who needs more waits, and fails by name in the en
   }
   CHECK(f.right(*held, 0, 0));
   CHECK(f.right(*held, 0, 1));
-  CHECK(kind_of([&] { store->acquire(1, std::vector<uint32_t>{0, 1}); }) == failure::busy);
-  CHECK(kind_of([&] { store->acquire(1, std::vector<uint32_t>{0, 1, 2, 3}); }) == failure::memory);
+  CHECK(kind_of([&] { store->acquire(1, std::vector<uint32_t>{0, 1}); }) == Failure::busy);
+  CHECK(kind_of([&] { store->acquire(1, std::vector<uint32_t>{0, 1, 2, 3}); }) == Failure::memory);
   CHECK_THROWS_AS(store->acquire(1, std::vector<uint32_t>{8}), Error);
   CHECK_THROWS_AS(store->acquire(3, std::vector<uint32_t>{0}), Error);
   CHECK_THROWS_AS(store->prefetch(0, std::vector<uint32_t>{8}, true), Error);
@@ -190,6 +191,7 @@ TEST_CASE("a demand goes before what is read ahead, and takes over what is on it
   Counted reading;
   auto store = f.open(24, "lru", false, 30, 2);
   gate = false;
+  reads = 0;
   store->prefetch(0, std::vector<uint32_t>{0, 1, 2, 3, 4, 5, 6, 7}, true);
   while (reads == 0) std::this_thread::yield();
   std::shared_ptr<HeldExperts> held;
@@ -220,7 +222,7 @@ TEST_CASE("a read that fails is an error for all who wait, and is tried again") 
   Counted reading;
   auto store = f.open(6);
   failing = 1;
-  CHECK(kind_of([&] { store->acquire(0, std::vector<uint32_t>{0}); }) == failure::read);
+  CHECK(kind_of([&] { store->acquire(0, std::vector<uint32_t>{0}); }) == Failure::read);
   CHECK(store->resident(0).empty());
   CHECK(store->counts().resident_bytes == 0);
   CHECK(f.right(*store->acquire(0, std::vector<uint32_t>{0}), 0, 0));
@@ -232,8 +234,8 @@ TEST_CASE("a read that fails is an error for all who wait, and is tried again") 
   // The file is overwritten with something else while it is open.
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   f.file.write(dense_layers(kLayers, kExperts, kRows, kCols));
-  CHECK(kind_of([&] { store->acquire(2, std::vector<uint32_t>{1}); }) == failure::changed);
-  CHECK(kind_of([&] { store->check_files(); }) == failure::changed);
+  CHECK(kind_of([&] { store->acquire(2, std::vector<uint32_t>{1}); }) == Failure::changed);
+  CHECK(kind_of([&] { store->check_files(); }) == Failure::changed);
 }
 
 TEST_CASE("close wakes who waits, and what is held outlives the store") {
@@ -243,17 +245,17 @@ TEST_CASE("close wakes who waits, and what is held outlives the store") {
   auto held = store->acquire(0, std::vector<uint32_t>{5});
   gate = false;
   reads = 0;
-  const char* kind = "";
+  std::optional<Failure> kind;
   std::thread waiting(
       [&] { kind = kind_of([&] { store->acquire(1, std::vector<uint32_t>{0}); }); });
   while (reads == 0) std::this_thread::yield();
   std::thread closing([&] { store->close(); });
   waiting.join();
-  CHECK(kind == failure::closed);
+  CHECK(kind == Failure::closed);
   gate = true;
   closing.join();
   store->close();
-  CHECK(kind_of([&] { store->acquire(0, std::vector<uint32_t>{5}); }) == failure::closed);
+  CHECK(kind_of([&] { store->acquire(0, std::vector<uint32_t>{5}); }) == Failure::closed);
   store.reset();
   CHECK(f.right(*held, 0, 5));
 }
@@ -306,7 +308,7 @@ TEST_CASE("a forked child is told, and ends without harm") {
   const pid_t child = fork();
   if (child == 0) {
     const bool told =
-        kind_of([&] { store->acquire(0, std::vector<uint32_t>{1}); }) == failure::closed;
+        kind_of([&] { store->acquire(0, std::vector<uint32_t>{1}); }) == Failure::closed;
     const bool readable = f.right(*held, 0, 1);
     held.reset();
     store.reset();

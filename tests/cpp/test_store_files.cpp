@@ -4,6 +4,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <functional>
 
 #include "checkpoint_file.h"
 #include "store/failure.h"
@@ -19,7 +20,7 @@ std::string failure_of(const std::function<void()>& call) {
   try {
     call();
   } catch (const StoreFailure& e) {
-    return std::string(e.kind) + ": " + e.what();
+    return std::string(name_of(e.failure)) + ": " + e.what();
   }
   return "";
 }
