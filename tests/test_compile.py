@@ -415,6 +415,14 @@ def test_a_worker_that_dies_is_an_error_that_says_so(
         compile_plan(tiny_model_path, tiny_plan, tmp_path / "o", workers=1, progress=False)
 
 
+def test_a_worker_that_was_closed_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_worker.Worker, "_start", lambda _: pytest.fail("it started"))
+    worker = compile_worker.Worker()
+    worker.close()
+    with pytest.raises(errors.MoEError, match="closed"):
+        worker.request({"id": "g"})
+
+
 def test_a_worker_whose_parent_is_gone_ends() -> None:
     worker = compile_worker.Worker()
     worker._start()

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -157,16 +158,20 @@ def settle(path: Path) -> dict[str, File]:
 
 
 class Worker:
-    """A worker process, started at the first request."""
+    """A worker process, started at the first request. Any thread may close it, for good."""
 
     def __init__(self) -> None:
+        self._closed, self._lock = False, threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._log: Any = None
 
     def request(self, request: dict[str, Any]) -> dict[str, Any]:
         """Have one package built; raises what `build` does, or MoEError if the process ended."""
-        if self._process is None:
-            self._start()
+        with self._lock:  # or it would start just after it was closed, and work to the end
+            if self._closed:
+                raise MoEError("the worker is closed")
+            if self._process is None:
+                self._start()
         assert self._process and self._process.stdin and self._process.stdout
         line = ""
         with contextlib.suppress(BrokenPipeError):
@@ -181,6 +186,8 @@ class Worker:
         raise getattr(errors, reply["error"], MoEError)(reply["message"])
 
     def close(self) -> None:
+        with self._lock:
+            self._closed = True
         if self._process is not None:
             self._process.kill()
             self._process.wait()
