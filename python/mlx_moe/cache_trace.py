@@ -1,0 +1,160 @@
+"""Traces: which experts each forward of each layer asked for, to replay over budgets."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import CorruptFile, InvalidArgument
+from .identity import ModelIdentity
+from .npz_file import read_npz, write_npz
+
+FORMAT, VERSION = "mlx_moe.trace", 1
+MOST_EXPERTS = 1 << 16
+
+
+@dataclass(frozen=True)
+class TracedLayer:
+    """An expert layer: dotted path, experts, experts a token, bytes of an expert's slot."""
+
+    name: str
+    experts: int
+    top_k: int
+    bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Forwards in the order in which they ran.
+
+    Attributes:
+        identity: the model, None for a trace that no model made.
+        layers: every layer that was watched.
+        layer: int32 [n], the layer of each forward.
+        tokens: int32 [n], how many tokens went through it.
+        offsets: int64 [n + 1]; forward i asked for experts[offsets[i]:offsets[i + 1]].
+        experts: uint16 [m], distinct and rising within a forward.
+    """
+
+    identity: ModelIdentity | None
+    layers: list[TracedLayer]
+    layer: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    experts: NDArray[np.uint16]
+
+    def __len__(self) -> int:
+        return len(self.layer)
+
+    @property
+    def first(self) -> NDArray[np.int64]:
+        """[L]: the number of each layer's first expert, counted over all layers."""
+        counts = [layer.experts for layer in self.layers]
+        return np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64)
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """Slot bytes of every expert, counted over all layers."""
+        return np.concatenate([np.full(x.experts, x.bytes, np.int64) for x in self.layers])
+
+    def save(self, path: str | Path) -> None:
+        """Write the file whole or not at all."""
+        meta = {
+            "format": FORMAT,
+            "version": VERSION,
+            "identity": None if self.identity is None else self.identity.to_json(),
+            "layers": [vars(layer) for layer in self.layers],
+        }
+        names = ("layer", "tokens", "offsets", "experts")
+        write_npz(path, meta, {name: getattr(self, name) for name in names})
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Trace":
+        """Read a file that `save` wrote.
+
+        Raises:
+            InvalidArgument: there is no such file.
+            CorruptFile: it is no trace, or its numbers cannot be those of one.
+        """
+        meta, arrays = read_npz(path, FORMAT, VERSION)
+        try:
+            identity = meta["identity"]
+            trace = cls(
+                None if identity is None else ModelIdentity.from_json(identity, str(path)),
+                [TracedLayer(**layer) for layer in meta["layers"]],
+                arrays["layer"],
+                arrays["tokens"],
+                arrays["offsets"],
+                arrays["experts"],
+            )
+        except (KeyError, TypeError) as error:
+            raise CorruptFile(f"{path}: {error} is missing or cannot be") from error
+        trace._check(str(path))
+        return trace
+
+    def _check(self, path: str) -> None:
+        def require(ok: Any, what: str) -> None:
+            if not ok:
+                raise CorruptFile(f"{path}: {what}; record it again with `mlx_moe trace`")
+
+        require(self.layers, "there are no layers")
+        for layer in self.layers:
+            counts = (layer.experts, layer.top_k, layer.bytes)
+            whole = all(type(n) is int and n > 0 for n in counts)
+            require(whole and isinstance(layer.name, str), f"layer {layer.name!r} cannot be")
+            require(layer.top_k <= layer.experts <= MOST_EXPERTS, f"{layer.name} has no such top_k")
+        kinds = (("layer", "i4"), ("tokens", "i4"), ("offsets", "i8"), ("experts", "u2"))
+        for name, kind in kinds:
+            array = getattr(self, name)
+            require(array.dtype == np.dtype(kind) and array.ndim == 1, f"{name} is of another kind")
+        n = len(self.layer)
+        require(len(self.tokens) == n and len(self.offsets) == n + 1, "the lengths do not agree")
+        require((np.diff(self.offsets) >= 0).all(), "offsets fall")
+        require(
+            self.offsets[0] == 0 and self.offsets[-1] == len(self.experts),
+            "offsets are not those of the experts",
+        )
+        require((self.tokens > 0).all(), "a forward without tokens")
+        require(((self.layer >= 0) & (self.layer < len(self.layers))).all(), "no such layer")
+        limit = np.array([x.experts for x in self.layers])[self.layer]
+        owner = np.repeat(np.arange(n), np.diff(self.offsets))
+        require((self.experts < limit[owner]).all(), "an expert out of range")
+        rising = np.diff(self.experts.astype(np.int64)) > 0
+        require((rising | (np.diff(owner) > 0)).all(), "experts of a forward do not rise")
+
+
+@dataclass
+class TraceRecorder:
+    """Puts forwards together to a trace."""
+
+    layers: list[TracedLayer]
+    identity: ModelIdentity | None = None
+    _layer: list[int] = field(default_factory=list)
+    _tokens: list[int] = field(default_factory=list)
+    _experts: list[NDArray[np.uint16]] = field(default_factory=list)
+
+    def add(self, layer: int, ids: Any) -> None:
+        """One forward of a layer, ids [T, k]; those at or above its experts reach none."""
+        ids = np.asarray(ids)
+        if ids.ndim != 2:
+            raise InvalidArgument(f"ids have shape {ids.shape}; expected [T, k]")
+        distinct = np.unique(ids)
+        self._layer.append(layer)
+        self._tokens.append(len(ids))
+        self._experts.append(distinct[distinct < self.layers[layer].experts].astype(np.uint16))
+
+    def __len__(self) -> int:
+        return len(self._layer)
+
+    def trace(self) -> Trace:
+        lengths = [len(experts) for experts in self._experts]
+        return Trace(
+            self.identity,
+            self.layers,
+            np.array(self._layer, np.int32),
+            np.array(self._tokens, np.int32),
+            np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            np.concatenate([np.empty(0, np.uint16), *self._experts]),
+        )

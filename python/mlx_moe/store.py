@@ -1,0 +1,277 @@
+"""Experts that stay in the checkpoint's files and are read into slots when they are routed to."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from . import core
+from .cache_policies import waves
+from .cache_replay import TOKENS
+from .custom import evaluate
+from .errors import InvalidArgument, MemoryLimit, MoEError
+from .identity import ModelIdentity
+from .machine import memory_bytes
+from .store_counts import ExpertCounts, load_counts
+from .store_files import Checkpoint, StoredExperts
+from .store_forward import Forward
+from .store_prefetch import Ahead, Trial
+
+log = logging.getLogger(__name__)
+
+READERS = 4  # threads
+TIMEOUT = 60.0  # seconds to wait for slots that other forwards hold
+SUM_TOKENS = 2048  # tokens whose experts are bucketed together before a weighted sum (ffn.cpp)
+
+
+class ExpertStore:
+    """The routed experts of a model, in memory as far as a limit allows.
+
+    Safe with several threads. Close it, or use it as a context manager.
+
+    Attributes:
+        memory: the limit in bytes, of all slots together.
+        layers: by name; `run` of each is the forward of one expert layer.
+        counts: how often experts were used, kept online.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        layers: Sequence[StoredExperts],
+        memory: int,
+        *,
+        top_k: Mapping[str, int] | None = None,
+        policy: str = "lru",
+        pinned: Sequence[tuple[int, int]] = (),
+        counts: str | Path | None = None,
+        identity: ModelIdentity | None = None,
+        prefetch: bool = True,
+        warm: bool = True,
+        readers: int = READERS,
+        direct: bool | None = None,
+        timeout: float = TIMEOUT,
+    ):
+        """Open the files and begin to read the most used experts.
+
+        Args:
+            checkpoint: as `Checkpoint.open` read it.
+            layers: as `stored_experts` found them, in the order in which a token passes them.
+            memory: bytes of slots.
+            top_k: experts a token by a layer's name; the limit must hold those of any layer.
+            policy: "lru", "lfu", "lfu:TOKENS" (counts are halved after so many tokens) or
+                "pinned"; `mlx_moe simulate-cache` says which is best.
+            pinned: (layer, expert) that go last under "pinned".
+            counts: the file that counts are kept in between runs, see `counts_path`.
+            identity: the model; counts of another one are not used.
+            prefetch: read ahead while decoding, for as long as it helps.
+            warm: read the most used experts at once, in the background.
+            readers: threads that read.
+            direct: read past the page cache; None: where that cannot hold what the slots do not.
+            timeout: seconds to wait for slots that other forwards hold.
+
+        Raises:
+            MemoryLimit: the limit cannot hold one token's experts of a layer.
+            CorruptFile, ReadFailed, FileChanged: see errors.
+        """
+        self.memory = int(memory)
+        self.experts = list(layers)
+        self._top_k = dict(top_k or {})
+        first = np.concatenate([[0], np.cumsum([x.experts for x in layers])])
+        if direct is None:
+            direct = self._bytes(checkpoint) + self.memory > (memory_bytes() or 0)
+        kind, _, tokens = policy.partition(":")
+        if tokens and not (kind == "lfu" and tokens.isdecimal()):
+            raise InvalidArgument(f"policy {policy!r}; expected lru, lfu, lfu:TOKENS or pinned")
+        uses = sum(self._top_k.get(layer.name, 1) for layer in layers)
+        self._core = core.Store(
+            [str(path) for path in checkpoint.paths],
+            [(x.name, [p.source() for p in x.projections.values()]) for x in layers],
+            self.memory,
+            policy=kind,
+            period=int(tokens or TOKENS) * uses,
+            pinned=[int(first[layer]) + expert for layer, expert in pinned],
+            readers=readers,
+            direct=direct,
+            timeout=timeout,
+        )
+        self._check_limit()
+        self._path = None if counts is None else Path(counts)
+        described = [(x.name, x.experts) for x in layers]
+        found = None if self._path is None else load_counts(self._path, described, identity)
+        self.counts = found or ExpertCounts(described, identity)
+        self.ahead = Ahead(self.counts, Trial(self._stalled), self._core.prefetch)
+        if not prefetch:
+            self.ahead.trial.decided = False
+        self.layers = {x.name: StoredLayer(self, i, x) for i, x in enumerate(layers)}
+        if warm and not self.counts.empty:
+            self.warm()
+
+    def _bytes(self, checkpoint: Checkpoint) -> int:
+        parts = [p.names for x in self.experts for p in x.projections.values()]
+        names = {name for part in parts for names in part for name in names}
+        return sum(checkpoint.tensors[name].nbytes for name in names)
+
+    def _check_limit(self) -> None:
+        for layer, size in zip(self.experts, self._core.slot_bytes, strict=True):
+            needed = self._top_k.get(layer.name, 1)
+            if needed * size > self.memory:
+                self._core.close()
+                raise MemoryLimit(
+                    f"{layer.name}: one token's {needed} experts take {needed * size:,} bytes, and "
+                    f"the limit of expert memory is {self.memory:,}; raise it"
+                )
+
+    def _stalled(self) -> float:
+        return float(self._core.stats()["stall_seconds"])
+
+    @property
+    def total_bytes(self) -> int:
+        """Slots for every expert: a limit beyond that is of no use."""
+        sizes = self._core.slot_bytes
+        return sum(x.experts * size for x, size in zip(self.experts, sizes, strict=True))
+
+    @property
+    def direct(self) -> bool:
+        """Whether reads go past the page cache."""
+        return self._core.direct
+
+    def capacity(self, layer: int) -> int:
+        """Experts of a layer that the limit can hold at a time."""
+        return self.memory // self._core.slot_bytes[layer]
+
+    def warm(self) -> None:
+        """Read the most used experts into free room, in the background."""
+        sizes, left = self._core.slot_bytes, self.memory
+        for layer, expert in self.counts.benefit(sizes):
+            if sizes[layer] <= left:
+                left -= sizes[layer]
+                self._core.prefetch(layer, np.array([expert], np.int32), warm=True)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since it was opened: `core.Store.stats`, hit_rate, limit and total of bytes,
+        and whether reads ahead are on (None: still tried)."""
+        found = self._core.stats()
+        asked = found["hits"] + found["misses"] + found["prefetch_useful"]
+        return found | {
+            "hit_rate": found["hits"] / asked if asked else None,
+            "limit_bytes": self.memory,
+            "total_bytes": self.total_bytes,
+            "direct": self.direct,
+            "prefetch": self.ahead.trial.decided,
+        }
+
+    def check_files(self) -> None:
+        """Raise FileChanged if a file was replaced since it was opened: call it once the other
+        weights are loaded, which come from the same paths."""
+        self._core.check_files()
+
+    def save_counts(self) -> None:
+        """Add the counts to their file, if there is one."""
+        if self._path is not None:
+            with self.ahead.lock:
+                self.counts.save(self._path)
+
+    def close(self) -> None:
+        """Stop reading and keep the counts; a failure to write them is logged."""
+        self._core.close()
+        try:
+            self.save_counts()
+        except MoEError as error:
+            log.warning("%s", error)
+
+    def __enter__(self) -> "ExpertStore":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ExpertStore":
+        return self  # a copied model reads from the same store
+
+
+class StoredLayer:
+    """One expert layer of a store."""
+
+    def __init__(self, store: ExpertStore, number: int, experts: StoredExperts):
+        self.store, self.number, self.experts = store, number, experts
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StoredLayer":
+        return self
+
+    def run(
+        self, x: mx.array, ids: mx.array, scores: mx.array | None, forward: Forward
+    ) -> mx.array:
+        """Outputs [T, k, D], or their weighted sum [T, D] where there are scores.
+
+        The bits are those of `forward` with all experts in memory, whatever the limit.
+
+        Args:
+            x: [T, K], evaluated and contiguous.
+            ids: uint32 or int32 [T, k], evaluated.
+            scores: [T, k], evaluated, or None.
+            forward: the arithmetic, see `store_forward`.
+
+        Raises:
+            ReadFailed, FileChanged, StoreBusy, StoreClosed: see errors.
+        """
+        store, chosen = self.store, np.array(ids)
+        wanted = np.unique(chosen).astype(np.int64)
+        if len(wanted) and not 0 <= wanted[0] <= wanted[-1] < self.experts.experts:
+            raise InvalidArgument(
+                f"{self.experts.name}: expert {wanted[-1]} of {self.experts.experts}"
+            )
+        store.ahead.routed(self.number, chosen)
+        if len(wanted) <= store.capacity(self.number):
+            with self._held(wanted) as held:
+                store.ahead.guess(self.number, chosen)
+                return forward.whole(x, ids, scores, held.matrices)
+        return self._in_waves(x, chosen, scores, forward, wanted)
+
+    def _held(self, experts: NDArray[np.int64]) -> core.Acquired:
+        return self.store._core.acquire(self.number, experts.astype(np.int32))
+
+    def _in_waves(
+        self,
+        x: mx.array,
+        ids: NDArray[Any],
+        scores: mx.array | None,
+        forward: Forward,
+        wanted: NDArray[np.int64],
+    ) -> mx.array:
+        """Some experts at a time; what they give is put in the order of the assignments at last."""
+        reader, k = self.store._core, ids.shape[1]
+        there = np.isin(wanted, reader.resident(self.number))
+        parts = waves(wanted, there, self.store.capacity(self.number))
+        flat, rows, places = ids.reshape(-1), [], []
+        for i, part in enumerate(parts):
+            with self._held(part) as held:
+                if i + 1 < len(parts):
+                    reader.prefetch(self.number, parts[i + 1].astype(np.int32))
+                for place in _blocks(np.flatnonzero(np.isin(flat, part)), scores is not None, k):
+                    tokens, experts = mx.array(place // k), mx.array(flat[place][:, None])
+                    rows.append(forward.rows(x[tokens], experts, held.matrices))
+                    places.append(place)
+                evaluate(*rows[-len(places) :])
+                matrices = held.matrices if i + 1 == len(parts) else None
+        order = np.empty(len(flat), np.int32)
+        order[np.concatenate(places)] = np.arange(len(flat), dtype=np.int32)
+        y = mx.concatenate(rows)[mx.array(order)].reshape(*ids.shape, -1)
+        evaluate(y)
+        assert matrices is not None
+        return y if scores is None else forward.weighted(y, scores, matrices)
+
+
+def _blocks(places: NDArray[Any], summed: bool, k: int) -> list[NDArray[Any]]:
+    """Assignments that the kernels would bucket together with all experts in memory."""
+    if not summed:
+        return [places]
+    edges = np.flatnonzero(np.diff(places // (SUM_TOKENS * k))) + 1
+    return [block for block in np.split(places, edges) if len(block)]
+
+
+__all__ = ["Checkpoint", "ExpertStore", "StoredExperts", "StoredLayer"]

@@ -1,0 +1,192 @@
+"""How often each expert was used, and after which, kept between runs for reading ahead."""
+
+import fcntl
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .cache import cache_dir
+from .durable import digest, scratch_path
+from .errors import CorruptFile, IdentityMismatch, MoEError
+from .identity import ModelIdentity, check_same
+from .npz_file import read_npz, write_npz
+
+log = logging.getLogger(__name__)
+
+FORMAT, VERSION = "mlx_moe.counts", 1
+LARGEST = 1 << 22  # of a count; then all of a layer are halved: old habits fade
+PAIRED_TOKENS = 4  # forwards of so few tokens show what follows what
+Counted = NDArray[np.uint32]
+
+
+class ExpertCounts:
+    """Counts of a model's expert layers. `save` adds to what other processes saved meanwhile.
+
+    Attributes:
+        layers: (name, experts) of each layer, in the model's order.
+        uses: [E] of each layer, tokens that went to each expert.
+        follows: [E, E of the next layer] for each layer but the last: how often a token that was
+            routed to the one was routed to the other next.
+    """
+
+    def __init__(self, layers: Sequence[tuple[str, int]], identity: ModelIdentity | None = None):
+        self.layers, self.identity = [(name, int(experts)) for name, experts in layers], identity
+        self.uses = [np.zeros(experts, np.uint32) for _, experts in self.layers]
+        sizes = [experts for _, experts in self.layers]
+        self.follows = [
+            np.zeros(pair, np.uint32) for pair in zip(sizes[:-1], sizes[1:], strict=True)
+        ]
+        self._saved = self._copy()  # what of it is in the file already
+
+    def _copy(self) -> list[Counted]:
+        return [a.copy() for a in (*self.uses, *self.follows)]
+
+    def add(self, layer: int, ids: Any, before: Any = None) -> None:
+        """One forward of a layer: ids [T, k], and those of the same tokens one layer before."""
+        self.uses[layer] += np.bincount(ids.ravel(), minlength=len(self.uses[layer])).astype(
+            np.uint32
+        )
+        if before is None or len(ids) > PAIRED_TOKENS or len(before) != len(ids):
+            return
+        for one, other in zip(before, ids, strict=True):
+            self.follows[layer - 1][np.ix_(one, other)] += 1
+
+    def likely_next(self, layer: int, ids: Any) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Experts of the next layer by the probability that one token, here at ids [k], uses them.
+
+        Returns (experts, probabilities), the likely ones first.
+        """
+        counted = self.follows[layer]
+        rows = counted[np.ix_(np.unique(ids), np.arange(counted.shape[1]))].astype(np.float64)
+        totals = rows.sum(axis=1, keepdims=True)
+        known = totals[:, 0] > 0
+        if not known.any():
+            return np.empty(0, np.int64), np.empty(0)
+        # A row's sum is its expert's uses times the experts a token takes next.
+        shares = (rows[known] / totals[known]).mean(axis=0)
+        order = np.argsort(-shares, kind="stable")
+        return order, shares[order]
+
+    @property
+    def empty(self) -> bool:
+        return not any(uses.any() for uses in self.uses)
+
+    def benefit(self, sizes: Sequence[int], overhead: int = 64 << 10) -> list[tuple[int, int]]:
+        """(layer, expert) in the order in which having them saves most time a byte.
+
+        sizes: slot bytes of each layer. overhead: bytes that could be read in the time that a read
+        costs whatever its size.
+        """
+        ranked: list[tuple[float, int, int]] = []
+        for layer, (uses, size) in enumerate(zip(self.uses, sizes, strict=True)):
+            shares = uses / max(1, int(uses.sum()))
+            worth = shares * len(uses) * (size + overhead) / size
+            ranked += [(-w, layer, e) for e, w in enumerate(worth.tolist()) if w > 0]
+        return [(layer, expert) for _, layer, expert in sorted(ranked)]
+
+    def save(self, path: str | Path) -> None:
+        """Add what was counted since the last save to the file; whole or not at all.
+
+        Private to the user. Raises MoEError if it cannot be written.
+        """
+        path = Path(path)
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with locked(path):
+                self._save(path)
+        except OSError as error:
+            if isinstance(error, MoEError):
+                raise
+            raise MoEError(f"cannot write {path}: {error}") from error
+
+    def _save(self, path: Path) -> None:
+        total = self._copy()
+        found = load_counts(path, self.layers, self.identity)
+        if found is not None:
+            others = (*found.uses, *found.follows)
+            for mine, saved, there in zip(total, self._saved, others, strict=True):
+                # Halved since: what is left of it.
+                mine -= np.minimum(saved, mine)
+                mine += there
+        for array in total:
+            while array.size and int(array.max()) > LARGEST:
+                array //= 2
+        meta = {
+            "format": FORMAT,
+            "version": VERSION,
+            "identity": None if self.identity is None else self.identity.to_json(),
+            "layers": self.layers,
+        }
+        n = len(self.layers)
+        arrays = {f"uses.{i}": total[i] for i in range(n)}
+        arrays |= {f"follows.{i}": total[n + i] for i in range(n - 1)}
+        scratch = scratch_path(path)  # made first, so that it is private from its first byte
+        os.close(os.open(scratch, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600))
+        write_npz(path, meta, arrays)
+        self.uses, self.follows = total[:n], total[n:]
+        self._saved = self._copy()
+
+    @classmethod
+    def load(cls, path: str | Path) -> "ExpertCounts":
+        """Read a file that `save` wrote; InvalidArgument if there is none, CorruptFile if it is
+        another kind of file or its numbers cannot be."""
+        meta, arrays = read_npz(path, FORMAT, VERSION)
+        try:
+            given = meta["identity"]
+            identity = None if given is None else ModelIdentity.from_json(given, str(path))
+            counts = cls([(str(name), int(experts)) for name, experts in meta["layers"]], identity)
+            for kind, own in (("uses", counts.uses), ("follows", counts.follows)):
+                for i, array in enumerate(own):
+                    found = arrays[f"{kind}.{i}"]
+                    if found.dtype != np.uint32 or found.shape != array.shape:
+                        raise CorruptFile(f"{path}: {kind}.{i} is {found.dtype} {found.shape}")
+                    own[i] = found
+        except (KeyError, TypeError, ValueError, MemoryError) as error:
+            if isinstance(error, CorruptFile):
+                raise
+            raise CorruptFile(f"{path}: {error} is missing or cannot be") from error
+        counts._saved = counts._copy()
+        return counts
+
+
+def load_counts(
+    path: Path, layers: Sequence[tuple[str, int]], identity: ModelIdentity | None
+) -> ExpertCounts | None:
+    """The counts of this very model, None where there are none; a file that is no use is logged."""
+    if not path.exists():
+        return None
+    try:
+        counts = ExpertCounts.load(path)
+        if identity is not None and counts.identity is not None:
+            check_same(counts.identity, identity, str(path))
+    except (CorruptFile, IdentityMismatch) as error:
+        log.warning("%s; counting starts anew", error)
+        return None
+    if counts.layers != [(name, int(experts)) for name, experts in layers]:
+        log.warning("%s is of other layers; counting starts anew", path)
+        return None
+    return counts
+
+
+def counts_path(identity: ModelIdentity) -> Path:
+    """Where the counts of a model are kept for this user."""
+    parts = (identity.config, identity.headers, identity.sample, identity.layers)
+    return cache_dir("counts") / f"{digest([identity.name, *parts])[:32]}.npz"
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """While open no other process that asks for this has the file; a process that ends lets go."""
+    lock = path.with_name(f".{path.name}.lock")
+    handle = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

@@ -1,0 +1,101 @@
+"""Reading ahead, and whether it is worth it."""
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .store_counts import ExpertCounts
+
+log = logging.getLogger(__name__)
+
+LIKELY = 0.3  # probability from which an expert is read ahead
+MOST = 2  # times a token's experts, that are guessed at most
+WINDOW = 24  # tokens with reads ahead, then as many without
+WINDOWS = 4  # of each before a judgement
+GAIN = 0.02  # of the stall that reading ahead must save to stay
+
+
+class Trial:
+    """Reads ahead by turns with not, until it is known which stalls less.
+
+    Attributes:
+        decided: None while it is tried, then whether to go on.
+    """
+
+    def __init__(self, stalled: Callable[[], float]):
+        """stalled: seconds that forwards have waited for reads so far."""
+        self.decided: bool | None = None
+        self._stalled = stalled
+        self._steps = 0
+        self._since: float | None = None
+        self._seconds: dict[bool, list[float]] = {True: [], False: []}
+
+    @property
+    def on(self) -> bool:
+        """Whether to read ahead now."""
+        if self.decided is not None:
+            return self.decided
+        return self._steps // WINDOW % 2 == 0
+
+    def step(self) -> None:
+        """A token was decoded."""
+        if self.decided is not None:
+            return
+        if self._since is None:
+            self._since = self._stalled()
+        on = self.on
+        self._steps += 1
+        if self._steps % WINDOW:
+            return
+        now = self._stalled()
+        self._seconds[on].append(now - self._since)
+        self._since = now
+        if len(self._seconds[False]) == WINDOWS:
+            self._decide()
+
+    def _decide(self) -> None:
+        # The first window of each fills the slots.
+        with_it, without = (float(np.median(self._seconds[on][1:])) for on in (True, False))
+        self.decided = with_it < (1 - GAIN) * without
+        if not self.decided:
+            log.info(
+                "reading experts ahead does not help here (%.1f ms of waiting a token with it, "
+                "%.1f without): it is off now",
+                1e3 * with_it / WINDOW,
+                1e3 * without / WINDOW,
+            )
+
+
+class Ahead:
+    """Counts what is used, and guesses from it what the next layer will need."""
+
+    def __init__(self, counts: ExpertCounts, trial: Trial, read: Callable[[int, Any], None]):
+        """read: begins to read experts of a layer."""
+        self.counts, self.trial, self._read = counts, trial, read
+        self._last = threading.local()
+        self.lock = threading.Lock()
+
+    def routed(self, layer: int, ids: NDArray[Any]) -> None:
+        """A forward of a layer is about to run with ids [T, k]."""
+        before = getattr(self._last, "ids", None)
+        if getattr(self._last, "layer", None) != layer - 1:
+            before = None
+        self._last.layer, self._last.ids = layer, ids
+        with self.lock:
+            self.counts.add(layer, ids, before)
+            if layer == 0 and len(ids) == 1:
+                self.trial.step()
+
+    def guess(self, layer: int, ids: NDArray[Any]) -> None:
+        """Begin to read what the layer after this one is likely to need."""
+        if len(ids) != 1 or layer + 1 >= len(self.counts.layers) or not self.trial.on:
+            return
+        with self.lock:
+            experts, chances = self.counts.likely_next(layer, ids[0])
+        likely = experts[chances * ids.shape[1] >= LIKELY][: MOST * ids.shape[1]]
+        if len(likely):
+            self._read(layer + 1, likely.astype(np.int32))

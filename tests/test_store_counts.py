@@ -1,0 +1,251 @@
+"""Counts of expert use: what they say, their file, and reading ahead by them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from store_model import EXPERTS, forward_for, inputs, make_layers, write_checkpoint
+from test_store import opened, run_all
+
+from mlx_moe.errors import CorruptFile, InvalidArgument, MoEError
+from mlx_moe.identity import ModelIdentity
+from mlx_moe.store_counts import LARGEST, ExpertCounts, counts_path, load_counts
+from mlx_moe.store_prefetch import WINDOW, WINDOWS, Trial
+
+LAYERS = [("a", 4), ("b", 5)]
+
+
+def test_counts_and_what_follows_what() -> None:
+    counts = ExpertCounts(LAYERS)
+    counts.add(0, np.array([[0, 1], [1, 2]]))
+    counts.add(1, np.array([[3, 4], [3, 0]]), np.array([[0, 1], [1, 2]]))
+    np.testing.assert_array_equal(counts.uses[0], [1, 2, 1, 0])
+    np.testing.assert_array_equal(counts.uses[1], [1, 0, 0, 2, 1])
+    expected = np.zeros((4, 5))
+    for one, other in ((0, 3), (0, 4), (1, 3), (1, 4), (1, 3), (1, 0), (2, 3), (2, 0)):
+        expected[one, other] += 1
+    np.testing.assert_array_equal(counts.follows[0], expected)
+    experts, chances = counts.likely_next(0, np.array([1, 3]))  # 3 has never been seen
+    assert experts[0] == 3 and chances[0] == 0.5
+    assert len(counts.likely_next(0, np.array([3]))[0]) == 0
+    counts.add(1, np.tile([[3, 4]], (50, 1)), np.tile([[0, 1]], (50, 1)))  # a prompt
+    np.testing.assert_array_equal(counts.follows[0], expected)
+
+
+def test_the_order_of_warming_is_by_benefit_a_byte() -> None:
+    counts = ExpertCounts(LAYERS)
+    assert counts.empty and counts.benefit([4096, 4096]) == []
+    counts.uses[0][:] = [4, 1, 3, 0]
+    counts.uses[1][:] = [0, 8, 0, 0, 0]
+    assert counts.benefit([4096, 4096]) == [(1, 1), (0, 0), (0, 2), (0, 1)]
+    # As useful a byte, but a read of its own costs more than its bytes where they are few.
+    counts.uses[1][:] = [0, 4, 1, 3, 0]
+    order = counts.benefit([1 << 20, 4096], overhead=1 << 16)
+    assert order[0] == (1, 1) and order.index((1, 3)) < order.index((0, 0))
+
+
+def test_saved_counts_come_back_and_add_up(tmp_path: Path) -> None:
+    path = tmp_path / "private" / "counts.npz"
+    one, other = ExpertCounts(LAYERS), ExpertCounts(LAYERS)
+    one.add(0, np.array([[0, 1]]))
+    other.add(0, np.array([[1, 2]]))
+    other.add(1, np.array([[1, 2]]), np.array([[1, 2]]))
+    one.save(path)
+    other.save(path)
+    one.add(0, np.array([[3, 1]]))
+    one.save(path)
+    one.save(path)  # adds nothing
+    found = ExpertCounts.load(path)
+    np.testing.assert_array_equal(found.uses[0], [1, 3, 1, 1])
+    np.testing.assert_array_equal(found.uses[1], [0, 1, 1, 0, 0])
+    assert found.follows[0].sum() == 4
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert {p.name for p in path.parent.iterdir()} == {"counts.npz", ".counts.npz.lock"}
+
+
+def test_counts_are_halved_before_they_overflow(tmp_path: Path) -> None:
+    counts = ExpertCounts(LAYERS)
+    counts.uses[0][:] = [LARGEST + 10, 9, 8, 0]
+    counts.save(tmp_path / "counts.npz")
+    np.testing.assert_array_equal(counts.uses[0], [(LARGEST + 10) // 2, 4, 4, 0])
+    counts.add(0, np.array([[1, 2]]))
+    counts.save(tmp_path / "counts.npz")
+    found = ExpertCounts.load(tmp_path / "counts.npz")
+    np.testing.assert_array_equal(found.uses[0], [(LARGEST + 10) // 2, 5, 5, 0])
+
+
+def test_files_that_are_no_use_are_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "counts.npz"
+    with pytest.raises(InvalidArgument, match="no file"):
+        ExpertCounts.load(path)
+    assert load_counts(path, LAYERS, None) is None
+    good = ExpertCounts(LAYERS, ModelIdentity("m", config="1"))
+    good.add(0, np.array([[0, 1]]))
+    good.save(path)
+    whole = path.read_bytes()
+    for data in (b"", b"PK", whole[:200], whole[: len(whole) // 2] + bytes(len(whole) // 2)):
+        path.write_bytes(data)
+        with pytest.raises(CorruptFile):
+            ExpertCounts.load(path)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            good.save(path)
+        assert "counting starts anew" in caplog.text
+        np.testing.assert_array_equal(ExpertCounts.load(path).uses[0], [1, 1, 0, 0])
+    for layers, identity in (
+        ([("a", 4), ("b", 6)], None),
+        (LAYERS, ModelIdentity("m", config="2")),
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert load_counts(path, layers, identity) is None
+        assert "counting starts anew" in caplog.text
+    np.savez(path, meta=np.array("{}"))
+    with pytest.raises(CorruptFile):
+        ExpertCounts.load(path)
+
+
+def test_a_place_that_cannot_be_written_is_an_error_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MoEError, match="cannot write"):
+        ExpertCounts(LAYERS).save(tmp_path / "file" / "counts.npz")
+
+
+SAVING = """
+import sys
+import numpy as np
+from pathlib import Path
+from mlx_moe.store_counts import ExpertCounts
+counts = ExpertCounts([("a", 64), ("b", 64)])
+print("ready", flush=True)
+for i in range(int(sys.argv[2])):
+    counts.add(0, np.array([[int(sys.argv[3])]]))
+    counts.save(Path(sys.argv[1]))
+"""
+
+
+def saver(path: Path, times: int, expert: int) -> subprocess.Popen[str]:
+    arguments = [sys.executable, "-c", SAVING, str(path), str(times), str(expert)]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_processes_that_share_a_file_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "counts.npz"
+    processes = [saver(path, 40, expert) for expert in (1, 2)]
+    for process in processes:
+        assert process.wait(120) == 0
+    uses = ExpertCounts.load(path).uses[0]
+    assert uses[1] == uses[2] == 40 and uses.sum() == 80
+
+
+def test_a_kill_while_saving_leaves_a_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "counts.npz"
+    last = 0
+    for delay in (0.01, 0.03, 0.05, 0.08):
+        process = saver(path, 100000, 1)
+        time.sleep(delay)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        if path.exists():
+            found = int(ExpertCounts.load(path).uses[0][1])
+            assert found >= last
+            last = found
+    counts = ExpertCounts([("a", 64), ("b", 64)])
+    counts.add(0, np.array([[1]]))
+    counts.save(path)
+    assert ExpertCounts.load(path).uses[0][1] == last + 1
+    assert {p.name for p in tmp_path.iterdir()} == {"counts.npz", ".counts.npz.lock"}
+
+
+def test_where_counts_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MLX_MOE_CACHE", str(tmp_path))
+    one, other = ModelIdentity("m", config="1"), ModelIdentity("m", config="2")
+    assert counts_path(one).parent == tmp_path / "counts"
+    assert counts_path(one) != counts_path(other) and counts_path(one) == counts_path(one)
+
+
+def test_a_store_warms_itself_by_saved_counts(tmp_path: Path) -> None:
+    layers = make_layers()
+    folder, path = write_checkpoint(tmp_path / "model", layers), tmp_path / "counts.npz"
+    with opened(folder, layers, 4, counts=path) as store:
+        (first, _), layer = store.layers.values(), next(iter(layers.values()))
+        x, forward = inputs(1)[0], forward_for(first.experts, layer)
+        import mlx.core as mx
+
+        for _ in range(3):
+            first.run(x, mx.array([[6, 7]]), None, forward)
+        first.run(x, mx.array([[0, 1]]), None, forward)
+        first.run(x, mx.array([[0, 1]]), None, forward)
+        first.run(x, mx.array([[2, 3]]), None, forward)
+    with opened(folder, layers, 4, counts=path) as store:
+        settle(store)
+        assert store._core.resident(0) == [0, 1, 6, 7]
+        run_all(store, layers, (1, 4))
+        assert store.stats()["prefetch_issued"] >= 4
+    with opened(folder, layers, 4, counts=path, warm=False) as store:
+        assert store.stats()["prefetch_issued"] == 0
+    (tmp_path / "counts.npz").write_bytes(b"no counts")
+    with opened(folder, layers, 4, counts=path) as store:
+        run_all(store, layers, (1,))
+    assert not ExpertCounts.load(path).empty
+
+
+def settle(store: Any) -> None:
+    until = time.monotonic() + 30
+    while not store._core.idle:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def test_what_the_next_layer_needs_is_read_ahead(tmp_path: Path) -> None:
+    """Layer 1 uses what layer 0 used: once that is learnt, layer 1 finds its experts there."""
+    import mlx.core as mx
+
+    layers = make_layers()
+    folder = write_checkpoint(tmp_path, layers)
+    rng = np.random.default_rng(5)
+    with opened(folder, layers, 8) as store:
+        runs = list(zip(store.layers.values(), layers.values(), strict=True))
+        forwards = [forward_for(stored.experts, layer) for stored, layer in runs]
+        x = inputs(1)[0]
+        for _ in range(WINDOW - 2):
+            ids = mx.array([sorted(rng.choice(EXPERTS, 2, replace=False).tolist())])
+            for (stored, _), forward in zip(runs, forwards, strict=True):
+                stored.run(x, ids, None, forward)
+                settle(store)
+        stats = store.stats()
+        assert stats["prefetch_useful"] > 5
+        assert stats["prefetch_useful"] > stats["prefetch_wasted"]
+
+
+@pytest.mark.parametrize("helps", (True, False))
+def test_reading_ahead_stays_only_where_it_helps(
+    helps: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    stalled = 0.0
+    trial = Trial(lambda: stalled)
+    sides = []
+    with caplog.at_level(logging.INFO, logger="mlx_moe"):
+        for _ in range(2 * WINDOWS * WINDOW + 100):
+            sides.append(trial.on)
+            stalled += 0.001 if trial.on == helps else 0.002
+            trial.step()
+    assert trial.decided is helps and trial.on is helps
+    tried = sides[: 2 * WINDOWS * WINDOW]
+    assert sum(tried) == WINDOWS * WINDOW
+    assert caplog.text.count("does not help") == (not helps)
