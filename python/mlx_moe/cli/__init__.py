@@ -17,12 +17,14 @@ COMMANDS = {
     "benchmark": "measure prefill and decode, stock against replaced",
     "doctor": "what this machine can do, whether a model is supported, what to do next",
     "tune": "measure this machine, for `plan`",
+    "trace": "generate text and record which experts each token asks for",
+    "simulate-cache": "replay a trace over memory limits and policies",
     "cache": "list or delete what is kept between runs",
 }
 
 
 def build_parser() -> argparse.ArgumentParser:
-    listing = "\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())
+    listing = "\n".join(f"  {name:<14} {text}" for name, text in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="mlx_moe",
         usage="mlx_moe [-h] [--version] COMMAND ...",
@@ -44,5 +46,5 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     args = parser.parse_args(arguments)
-    command = importlib.import_module(f".{args.command}", __name__)
+    command = importlib.import_module(f".{args.command.replace('-', '_')}", __name__)
     return command.main(args.arguments)
