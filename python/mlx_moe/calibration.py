@@ -1,11 +1,6 @@
 """The file that calibration writes and planning reads: routing statistics of one model."""
 
-import errno
-import json
-import zipfile
-import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import CorruptFile, DiskFull, InvalidArgument
+from .errors import CorruptFile, InvalidArgument
 from .identity import ModelIdentity, check_same
 from .layer_facts import LayerFacts, SharedFacts, WeightFacts
+from .npz_file import read_npz, write_npz
 
 __all__ = ["Calibration", "LayerFacts", "LayerStatistics", "SharedFacts", "Source", "WeightFacts"]
 
@@ -145,67 +141,6 @@ class Calibration:
         return calibration
 
 
-def write_npz(
-    path: str | Path, meta: dict[str, Any], arrays: dict[str, NDArray[Any]], compress: bool = True
-) -> None:
-    """Write `meta` as JSON and the arrays, in place of `path` only once all is written."""
-    path, scratch = Path(path), scratch_path(path)
-    try:
-        with scratch.open("wb") as file:
-            save: Any = np.savez_compressed if compress else np.savez
-            save(file, meta=np.array(json.dumps(meta)), **arrays)
-        scratch.replace(path)
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise (DiskFull if full else InvalidArgument)(f"cannot write {path}: {error}") from error
-    finally:
-        with suppress(OSError):  # as on a file system that cannot be written
-            scratch.unlink()
-
-
-def scratch_path(path: str | Path) -> Path:
-    """Where `write_npz` writes before the file is whole; what a kill leaves there is of no use."""
-    return Path(path).with_name(f".{Path(path).name}.tmp")
-
-
-def read_npz(path: str | Path, form: str, version: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`meta` and the arrays of a file that `write_npz` wrote; CorruptFile if it is none."""
-    try:
-        if Path(path).is_file() and not zipfile.is_zipfile(path):  # numpy would speak of pickles
-            raise CorruptFile(f"{path} is not a {form} file: it is no .npz, or is cut short")
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-        meta = json.loads(str(arrays.pop("meta")))
-    except FileNotFoundError as error:
-        raise InvalidArgument(f"there is no file {path}") from error
-    except _UNREADABLE as error:
-        raise CorruptFile(f"{path} is not a {form} file, or is cut short: {error}") from error
-    if not isinstance(meta, dict) or meta.get("format") != form:
-        raise CorruptFile(f"{path} is not a {form} file")
-    if meta.get("version") != version:
-        raise CorruptFile(
-            f"{path} is version {meta.get('version')!r} of {form}; this mlx_moe reads {version}"
-        )
-    return meta, arrays
-
-
-# What numpy and zipfile raise for files that are none of theirs, or damaged.
-_UNREADABLE = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    EOFError,
-    MemoryError,
-    NotImplementedError,
-    RuntimeError,
-    OverflowError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
-
-
 def _from_parts(meta: dict[str, Any], arrays: dict[str, Any]) -> Calibration:
     chunk, chunk_tokens = meta.get("chunk"), meta.get("chunk_tokens")
     if not _is_count(chunk) or not chunk:
@@ -249,9 +184,7 @@ def sources_from_json(value: Any) -> list[Source]:
             raise CorruptFile(f"a source is {source!r}; expected {sorted(keys)}")
         if not isinstance(source["path"], str) or not _is_count(source["tokens"]):
             raise CorruptFile(f"a source is {source!r}; expected text and a number")
-    return [
-        Source(**{key: source[key] for key in ("path", "tokens", "sha256")}) for source in value
-    ]
+    return [Source(source["path"], source["tokens"], source["sha256"]) for source in value]
 
 
 def _check(

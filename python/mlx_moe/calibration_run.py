@@ -12,10 +12,11 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
-from .calibration import QUANTILES, Calibration, LayerStatistics, Source, scratch_path
+from .calibration import QUANTILES, Calibration, LayerStatistics, Source
 from .calibration_state import AGAIN, Progress, load_state, save_state, state_path
 from .corpus import Corpus, Document, TokenLists, parts
 from .counting import LayerCounts
+from .durable import scratch_path
 from .errors import BadData, InvalidArgument, UnsupportedLayer
 from .facts import layer_facts
 from .identity import identity_of_model

@@ -4,10 +4,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .calibration import read_npz, write_npz
 from .counting import LayerCounts
 from .errors import CorruptFile, InvalidArgument
 from .identity import ModelIdentity, check_same
+from .npz_file import read_npz, write_npz
 
 FORMAT, VERSION = "mlx_moe.calibration-state", 1
 AGAIN = "delete it, or start over (resume=False, --no-resume)"

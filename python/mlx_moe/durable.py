@@ -3,7 +3,8 @@
 import hashlib
 import json
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,30 @@ def file_sha256(path: Path) -> str:
 
 def write_json(path: Path, value: Any) -> Path:
     """Write JSON that survives a crash whole or not at all."""
-    scratch = path.with_name(f".{path.name}.tmp")
+    with whole(path) as scratch, scratch.open("w") as file:
+        json.dump(value, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(path.parent)
+    return path
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A file beside `path` to write; it takes its place at the end, or goes if something failed."""
+    scratch = scratch_path(path)
     try:
-        with scratch.open("w") as file:
-            json.dump(value, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
+        yield scratch
         os.replace(scratch, path)
     finally:
         with suppress(OSError):  # as on a file system that cannot be written
             scratch.unlink()
-    sync_directory(path.parent)
-    return path
+
+
+def scratch_path(path: str | Path) -> Path:
+    """Where `whole` has a file written; what a kill leaves there is of no use."""
+    return Path(path).with_name(f".{Path(path).name}.tmp")
 
 
 def sync_directory(path: Path) -> None:

@@ -4,22 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .errors import InvalidArgument, MissingDependency
+from .errors import InvalidArgument
 from .evaluation import Evaluation, SideResult
+from .figures import require_matplotlib, save
 from .intervals import Interval
 
 Metric = tuple[str, Callable[[SideResult], Interval], float]  # label, value, the reference's
-
-
-def require_matplotlib() -> Any:
-    """matplotlib.figure; raises MissingDependency, before anything is run."""
-    try:
-        from matplotlib import figure
-    except ImportError as error:
-        raise MissingDependency(
-            "--plot needs matplotlib: pip install 'mlx-npumoe[plot]', or pip install matplotlib"
-        ) from error
-    return figure
 
 
 def plot(evaluation: Evaluation, path: str | Path) -> None:
@@ -57,14 +47,7 @@ def plot(evaluation: Evaluation, path: str | Path) -> None:
     below.set_xlabel("capacity factor")
     if below.lines:
         below.legend()
-    target, scratch = Path(path), Path(path).with_name(f".tmp.{Path(path).name}")
-    try:
-        figure.savefig(scratch)
-        scratch.replace(target)
-    except ValueError as error:
-        raise InvalidArgument(f"cannot write {path}: {error}") from error
-    finally:
-        scratch.unlink(missing_ok=True)
+    save(figure, Path(path))
 
 
 def _metrics(evaluation: Evaluation) -> list[Metric]:

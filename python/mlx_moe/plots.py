@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import InvalidArgument
-from .evaluation_plot import require_matplotlib
+from .figures import require_matplotlib, save
 from .plan import LayerPlan, Plan
 
 Array = NDArray[np.float64]
@@ -32,13 +32,11 @@ def plot_plan(plan: Plan, loads: list[Array], directory: str | Path) -> list[Pat
     folder = Path(directory)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        drawn = {POPULARITY: popularity(figures, plan, loads), LOADS: against(figures, plan, loads)}
-        for name, figure in drawn.items():
-            scratch = folder / f".tmp.{name}"
-            figure.savefig(scratch, dpi=150)
-            scratch.replace(folder / name)
     except OSError as error:
         raise InvalidArgument(f"cannot write pictures to {folder}: {error}") from error
+    drawn = {POPULARITY: popularity(figures, plan, loads), LOADS: against(figures, plan, loads)}
+    for name, figure in drawn.items():
+        save(figure, folder / name, dpi=150)
     return [folder / name for name in drawn]
 
 

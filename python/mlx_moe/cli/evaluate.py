@@ -9,7 +9,7 @@ from typing import Any
 from .. import hub
 from ..errors import MoEError
 from ..evaluation_data import read_sources
-from ..evaluation_plot import plot, require_matplotlib
+from ..evaluation_plot import plot
 from ..evaluator import (
     REFERENCES,
     RETRIEVAL_ITEMS,
@@ -18,6 +18,7 @@ from ..evaluator import (
     TEXT_TOKENS,
     evaluate,
 )
+from ..figures import require_matplotlib
 from ..replace import resolve_backend
 from ..static import IMPORTANCES, OVERFLOWS
 from ..text import text_files

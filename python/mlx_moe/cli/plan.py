@@ -10,9 +10,11 @@ from ..calibration import Calibration
 from ..chunks import chunk_loads
 from ..devices import AUTO, load_device, names
 from ..errors import MoEError
+from ..figures import require_matplotlib
 from ..plan import WEIGHTS
 from ..plan_report import as_text, report
 from ..planner import make_plan
+from ..plots import plot_plan
 from .benchmark import positive, write_json
 from .common import command
 
@@ -94,8 +96,6 @@ def main(argv: list[str] | None = None) -> int:
             raise MoEError(f"{option} {path}: there is no such directory to write it in")
     device = load_device(args.device)
     if args.plot is not None:
-        from ..plots import plot_plan, require_matplotlib
-
         require_matplotlib()  # before the work
     calibration = Calibration.load(hub.resolve(args.calibration))
     plan = make_plan(
