@@ -19,11 +19,11 @@ from .activations import Activation
 from .errors import InvalidArgument, MissingDependency
 from .experts_weights import ExpertWeights
 from .mil_program import StoredExpert, program
+from .tiers import STEP
 
 Weights = Literal["fp16", "int8"]
 WEIGHTS = get_args(Weights)
 LARGEST_PACKAGE = 200_000_000  # bytes; larger ones have failed to load on the Neural Engine
-CAPACITY_STEP = 32
 ALIGNMENT, METADATA = 64, 64  # bytes per entry of a blob file
 
 
@@ -119,11 +119,10 @@ def expert_bytes(shapes: Mapping[str, tuple[int, ...] | None], weights: Weights)
 
 
 def check_capacities(capacities: Sequence[int], what: str) -> None:
-    good = all(isinstance(c, int) and c > 0 and c % CAPACITY_STEP == 0 for c in capacities)
+    good = all(isinstance(c, int) and c > 0 and c % STEP == 0 for c in capacities)
     if not capacities or not good or sorted(set(capacities)) != list(capacities):
         raise InvalidArgument(
-            f"{what}: capacities {list(capacities)}; expected ascending multiples of "
-            f"{CAPACITY_STEP}"
+            f"{what}: capacities {list(capacities)}; expected ascending multiples of {STEP}"
         )
 
 
