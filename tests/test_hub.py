@@ -111,7 +111,12 @@ def test_addresses(uri: str, expected: HubPath) -> None:
     "uri",
     [
         *("hf://me", "hf://", "hf:///x/y", "me/plans/p.json", "hf://me/../p.json"),
-        *("hf://a@1/b@2/c", "hf://me/plans//p.json", "hf://me/plans/p.json@"),
+        *(
+            "hf://a@1/b@2/c",
+            "hf://me/plans/p.json@..",
+            "hf://me/plans//p.json",
+            "hf://me/plans/p.json@",
+        ),
     ],
 )
 def test_other_addresses_are_refused(uri: str) -> None:

@@ -40,7 +40,7 @@ class HubPath:
         kind = TYPES[parts.pop(0)] if parts[0] in TYPES else "model"
         revisions = [part.partition("@")[2] for part in parts if "@" in part]
         parts = [part.partition("@")[0] for part in parts]
-        wrong = len(parts) < 2 or not all(parts) or {".", ".."} & set(parts)
+        wrong = len(parts) < 2 or not all(parts) or {".", ".."} & {*parts, *revisions}
         if not uri.startswith(SCHEME) or wrong or len(revisions) > 1 or "" in revisions:
             raise InvalidArgument(
                 f"{uri!r} is no place on the hub; expected {SCHEME}user/repo/path@revision, the "
