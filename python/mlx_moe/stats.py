@@ -78,11 +78,6 @@ class Counters:
             counts["static"] = self.static.as_dict()
         return counts
 
-    def with_static(self) -> "StaticCounters":
-        """Counters of a static path, under these."""
-        self.static = StaticCounters(self.name, self._logged)
-        return self.static
-
     def __deepcopy__(self, memo: dict) -> "Counters":
         return Counters(self.name, set())
 
