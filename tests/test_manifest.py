@@ -144,6 +144,13 @@ def test_any_change_is_an_error_or_the_same_kind_of_entry(data: st.DataObject) -
         assert all(0 <= t.offset <= t.end <= size for e in found.tensors for t in (e.up, e.down))
 
 
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CorruptArtifact, match="there is no artifacts directory"):
+        Manifest.load(tmp_path / "none")
+    with pytest.raises(CorruptArtifact, match="writes last"):
+        Manifest.load(tmp_path)
+
+
 @pytest.mark.parametrize("content", [b"", b"[]", b"null", b"{", b"\xff\xfe", b"[" * 100_000])
 def test_other_files_are_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_bytes(content)

@@ -129,12 +129,18 @@ def tasks_of(plan: Plan, weights: Weights) -> list[Task]:
         tasks.append(task)
     if not tasks:
         raise InvalidArgument(
-            "the plan has no group to compile: it keeps every layer on the CPU kernels or on "
-            "stock code; plan for an Apple device (--device) with a memory budget for one"
+            "the plan has no group to compile: no expert is hot, and run without it the model is "
+            f"as fast{_why(plan)}. `mlx_moe plan --device m2-max --force-hot 0.6`, for one, makes "
+            "experts hot all the same"
         )
     if len({task.id for task in tasks}) < len(tasks):
         raise InvalidArgument("two groups of the plan have the same id")
     return tasks
+
+
+def _why(plan: Plan) -> str:
+    reason = next((layer.reason for layer in plan.layers if layer.reason), None)
+    return f" ({reason})" if reason else ""
 
 
 class WeightSource:

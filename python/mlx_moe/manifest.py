@@ -46,6 +46,10 @@ class Manifest:
         try:
             value = json.loads(path.read_bytes())
         except OSError as error:
+            if not directory.is_dir():
+                raise CorruptArtifact(
+                    f"there is no artifacts directory {directory}: `mlx_moe compile` writes it"
+                ) from error
             raise CorruptArtifact(
                 f"{directory} has no {NAME}, which compiling writes last ({error.strerror}): run "
                 "`mlx_moe compile` with the same arguments to finish it"

@@ -86,13 +86,14 @@ def open_plan(
     if not host:
         opened.note = (
             f"{what} is for a static executor, and none is in use here: all experts stay on the "
-            "CPU kernels; backend='host' runs the plan on the CPU, to test it"
+            "CPU kernels; backend host runs the plan on the CPU, to test it"
         )
         logger.info("%s", opened.note)
         return opened
     if artifacts is None:
         raise InvalidArgument(
-            f"{what} needs its artifacts: give artifacts=DIR, as `mlx_moe compile` wrote it"
+            f"{what} needs its artifacts: give the directory that `mlx_moe compile` wrote "
+            "(--artifacts DIR, artifacts=DIR)"
         )
     opened.static = load_programs(model, loaded, hub.resolve(artifacts), overflow, importance)
     return opened
