@@ -192,6 +192,10 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     path.mkdir()
     with pytest.raises(CorruptFile):
         Calibration.load(path)
+    other = tmp_path / "README.md"
+    other.write_text("# Not a calibration\n")
+    with pytest.raises(CorruptFile, match=r"^\S+ is not a \S+ file: it is no .npz"):
+        Calibration.load(other)
     for number, write in enumerate(
         (
             lambda p: p.write_text(json.dumps({"format": "mlx_moe.calibration"})),

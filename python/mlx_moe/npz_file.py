@@ -29,9 +29,9 @@ def write_npz(
 
 def read_npz(path: str | Path, form: str, version: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """`meta` and the arrays of a file that `write_npz` wrote; CorruptFile if it is none."""
+    if Path(path).is_file() and not zipfile.is_zipfile(path):  # numpy would speak of pickles
+        raise CorruptFile(f"{path} is not a {form} file: it is no .npz, or is cut short")
     try:
-        if Path(path).is_file() and not zipfile.is_zipfile(path):  # numpy would speak of pickles
-            raise CorruptFile(f"{path} is not a {form} file: it is no .npz, or is cut short")
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         meta = json.loads(str(arrays.pop("meta")))
