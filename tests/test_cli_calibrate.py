@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from commands import TIMEOUT, command
+from tqdm import tqdm
 
 from mlx_moe import Calibration
 from mlx_moe.calibration_state import state_path
@@ -45,6 +46,24 @@ def test_writes_a_calibration_and_a_table(
     printed = capsys.readouterr().out
     assert "model.layers.5.mlp.switch_mlp" in printed and f"{row['gini']:.2f}" in printed
     assert not state_path(out).exists()
+
+
+def test_the_progress_bars_total_is_of_whole_documents(
+    tiny_model_path: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    totals = []
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        def update(self, n: float | None = 1) -> bool | None:
+            if self.total is not None:  # before the first chunk nobody knows
+                totals.append(self.total)
+            return super().update(n)
+
+    monkeypatch.setattr("mlx_moe.calibration_run.tqdm", Bar)
+    data.write_text(LINE * 3)
+    out = tmp_path / "c.npz"
+    assert main(arguments(tiny_model_path, data, out)) == 0
+    assert len(totals) > 3 and set(totals) == {Calibration.load(out).tokens}
 
 
 def test_json_to_stdout_is_json(
@@ -110,6 +129,7 @@ def test_a_stopped_command_goes_on(
     _, errors = process.communicate(timeout=TIMEOUT)
     assert process.returncode == (130 if end == signal.SIGINT else -signal.SIGKILL), errors
     assert ("interrupted" in errors) == (end == signal.SIGINT)
+    assert (f"{state_path(out)} has the counts" in errors) == (end == signal.SIGINT)
     assert state_path(out).exists() and not out.exists()
     assert main(arguments(tiny_model_path, data, out, "--max-tokens", 10_000_000)) == 1  # another
     assert main(arguments(tiny_model_path, data, out)) == 0

@@ -211,7 +211,7 @@ class Run:
                 self._commit(document, number, index + 1, digest, len(tokens))
                 if monotonic() - self.saved_at >= self.save_every:
                     self._save()
-            self._show(bar, len(tokens))
+            self._show(bar, len(tokens), len(document.tokens) - start - len(tokens))
         mx.clear_cache()
 
     def _commit(
@@ -225,10 +225,11 @@ class Run:
         source = str(document.source)
         done.source_tokens[source] = done.source_tokens.get(source, 0) + tokens
 
-    def _show(self, bar: Any, tokens: int) -> None:
+    def _show(self, bar: Any, tokens: int, left: int) -> None:
+        """`tokens` more are done, and `left` of the document, which was read whole, to come."""
         if self.corpus.bytes_read:
-            done = sum(self.done.chunk_tokens)
-            bar.total = done * max(self.corpus.size, 1) // self.corpus.bytes_read
+            read = sum(self.done.chunk_tokens) + left
+            bar.total = read * max(self.corpus.size, 1) // self.corpus.bytes_read
         if self.max_tokens is not None:
             bar.total = min(bar.total or self.max_tokens, self.max_tokens)
         bar.update(tokens)

@@ -2,6 +2,8 @@
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 from .. import hub
 from ..calibration import Calibration
 from ..calibration_run import CHUNK, DOCUMENT, SAVE_EVERY, calibrate
+from ..calibration_state import state_path
 from ..errors import MoEError
 from ..loading import missing_model_is_an_error, replace_layers, trust_option
 from ..replace import resolve_backend
@@ -99,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     model, tokenizer, directory = load(args.model, args.trust_remote_code)
     replace_layers(model, args.backend)
     corpus = TextFiles(args.data, tokenizer, args.max_document, args.ignore_chat_template)
-    with hub.output(args.output, args.upload) as out:
+    with hub.output(args.output, args.upload) as out, saying_what_is_kept(out):
         calibration = calibrate(
             model,
             corpus,
@@ -118,6 +121,17 @@ def main(argv: list[str] | None = None) -> int:
     if args.json is not None:
         write_json(report, args.json)
     return 0
+
+
+@contextmanager
+def saying_what_is_kept(out: Path) -> Iterator[None]:
+    """On Ctrl-C, where the counts are and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if state_path(out).exists():
+            print(f"{state_path(out)} has the counts: the same command goes on", file=sys.stderr)
+        raise
 
 
 def load(name: str, trusted: bool) -> tuple[Any, Any, Path]:
