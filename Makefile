@@ -91,8 +91,8 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/.installed
 	@touch $@
 
 # A compiler for macOS with the headers of its C library.
-$(VENV)/.apple: | $(VENV)/.dev
-	$(BIN)/python -m pip install --quiet 'ziglang>=0.15'
+$(VENV)/.apple: | $(BIN)/python
+	$(BIN)/python -m pip install --quiet 'ziglang>=0.15' 'cmake>=3.21' ninja
 	@touch $@
 
 $(VENV)/.bench: pyproject.toml | $(VENV)/.installed
