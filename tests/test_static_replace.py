@@ -204,9 +204,23 @@ def test_without_an_executor_all_is_cold_and_said_so(tmp_path, backend: str, cap
     replacement = replace_moe_layers(model, plan, artifacts=artifacts, backend=backend)
     assert error(model(x, ids, scores), weighted(model, x, ids, scores)) < 1e-5
     assert "static" not in replacement.stats()["experts"]
-    assert "all experts stay on the CPU kernels; backend='host'" in caplog.text
+    assert "all experts stay on the CPU kernels; backend host" in caplog.text
     assert replacement.note is not None and replacement.note in str(replacement)
     assert replacement.layers[0].residency == "8 of 8 experts hot in the plan, none here"
+
+
+def test_a_plan_without_a_static_path_needs_no_artifacts(tmp_path) -> None:
+    model, path, _ = made(tmp_path)
+    plan = Plan.load(path)
+    layers = tuple(
+        replace(layer, tiers=(), groups=(), static_from=None, reason="nothing to gain")
+        for layer in plan.layers
+    )
+    x, ids, scores = inputs(40)
+    replacement = replace_moe_layers(model, replace(plan, layers=layers), backend="host")
+    assert error(model(x, ids, scores), weighted(model, x, ids, scores)) < 1e-5
+    assert "static" not in replacement.stats()["experts"]
+    assert "static path on no layer (nothing to gain)" in str(replacement.note)
 
 
 def test_a_plan_can_come_later_and_go(tmp_path) -> None:

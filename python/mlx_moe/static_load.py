@@ -90,6 +90,13 @@ def open_plan(
         )
         logger.info("%s", opened.note)
         return opened
+    if not any(layer.all_groups for layer in loaded.layers):
+        opened.note = (
+            f"{what} has a static path on no layer ({loaded.layers[0].reason}): all experts stay "
+            "on the CPU kernels"
+        )
+        logger.info("%s", opened.note)
+        return opened
     if artifacts is None:
         raise InvalidArgument(
             f"{what} needs its artifacts: give the directory that `mlx_moe compile` wrote "
