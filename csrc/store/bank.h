@@ -16,7 +16,8 @@ class Bank {
   Bank& operator=(const Bank&) = delete;
 
   // A slot; null where the budget has no room for it, or the system has no memory. Sizes are whole
-  // pages. Slots that were given back are kept for the next of their size, within the budget.
+  // pages. Slots that were given back keep their memory for the next of their size, as long as the
+  // budget has room for it.
   uint8_t* take(size_t size);
   void give(uint8_t* slot, size_t size);
 
@@ -26,8 +27,17 @@ class Bank {
   static size_t whole_pages(size_t size);
 
  private:
+  // Slots of one size lie side by side, so that large pages hold them.
+  struct Slots {
+    std::vector<uint8_t*> backed, bare;  // free ones, with memory and without
+  };
+
+  uint8_t* from(Slots& slots, size_t size);
+  void make_room(size_t size);
+
   size_t budget_, used_ = 0, kept_ = 0;
-  std::map<size_t, std::vector<uint8_t*>> free_;
+  std::map<size_t, Slots> slots_;
+  std::vector<std::pair<void*, size_t>> reserved_;
 };
 
 }  // namespace mlx_moe

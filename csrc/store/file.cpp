@@ -70,11 +70,21 @@ void File::read(std::span<const Segment> segments) const {
   if (direct_)
     read_direct(segments);
   else
-    for (const Segment& s : segments) read_buffered(s);
+    read_cached(segments);
   check_unchanged();
 }
 
-void File::read_buffered(const Segment& s) const {
+// The kernel is told of all that will be read: on its own it would read a little ahead at a time.
+void File::read_cached(std::span<const Segment> segments) const {
+#if defined(POSIX_FADV_WILLNEED)
+  const uint64_t begin = segments.front().offset;
+  const uint64_t end = segments.back().offset + segments.back().size;
+  posix_fadvise(file_, off_t(begin), off_t(end - begin), POSIX_FADV_WILLNEED);
+#endif
+  for (const Segment& s : segments) read_segment(s);
+}
+
+void File::read_segment(const Segment& s) const {
   for (size_t done = 0; done < s.size;) {
     const ssize_t got = read_some(file_, s.to + done, s.size - done, s.offset + done);
     if (got <= 0) failed(got, s.offset + done, s.size - done);
@@ -94,7 +104,7 @@ void File::read_direct(std::span<const Segment> segments) const {
     ssize_t read = read_some(direct_file_, buffer, whole, at);
     if (read < 0 && errno == EINVAL) {
       direct_ = false;  // the filesystem took the flag, but not the reads
-      for (const Segment& s : segments) read_buffered(s);
+      read_cached(segments);
       return;
     }
     // A part of a block is of use at the end only; elsewhere it is read again.

@@ -42,7 +42,8 @@ class File {
   static std::atomic<Pread> pread_call;
 
  private:
-  void read_buffered(const Segment& s) const;
+  void read_cached(std::span<const Segment> segments) const;
+  void read_segment(const Segment& s) const;
   void read_direct(std::span<const Segment> segments) const;
   static ssize_t read_some(int file, void* to, size_t size, uint64_t offset);
   [[noreturn]] void failed(ssize_t got, uint64_t offset, size_t size) const;

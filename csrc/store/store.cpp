@@ -37,11 +37,13 @@ ExpertStore::ExpertStore(const std::vector<std::string>& paths,
       layers_(lay_out_all(layers, checkpoint_)),
       options_(checked(options)),
       residency_(layers_, options.budget, options.policy) {
+  Lock guard(threads_->mutex);  // who starts early waits for the others
   try {
     for (size_t i = 0; i < options.readers; ++i)
       threads_->readers.emplace_back([this] { read_runs(); });
   } catch (const std::system_error& e) {
     if (!threads_->readers.empty()) return;  // fewer will do
+    guard.unlock();
     delete threads_;
     fail(Failure::busy, "the system starts no thread to read with: ", e.what());
   }

@@ -140,10 +140,6 @@ class ExpertStore:
         """Whether reads go past the page cache."""
         return self._core.direct
 
-    def capacity(self, layer: int) -> int:
-        """Experts of a layer that the limit can hold at a time."""
-        return self.memory // self._core.slot_bytes[layer]
-
     def warm(self) -> None:
         """Read the most used experts into free room, in the background."""
         sizes, left = self._core.slot_bytes, self.memory
@@ -195,10 +191,15 @@ class ExpertStore:
 
 
 class StoredLayer:
-    """One expert layer of a store."""
+    """One expert layer of a store.
+
+    Attributes:
+        capacity: experts of this layer that the limit can hold at a time.
+    """
 
     def __init__(self, store: ExpertStore, number: int, experts: StoredExperts):
         self.store, self.number, self.experts = store, number, experts
+        self.capacity = store.memory // store._core.slot_bytes[number]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StoredLayer":
         return self
@@ -220,17 +221,18 @@ class StoredLayer:
             ReadFailed, FileChanged, StoreBusy, StoreClosed: see errors.
         """
         store, chosen = self.store, np.array(ids)
-        wanted = np.unique(chosen).astype(np.int64)
-        if len(wanted) and not 0 <= wanted[0] <= wanted[-1] < self.experts.experts:
+        if chosen.size and not 0 <= chosen.min() <= chosen.max() < self.experts.experts:
             raise InvalidArgument(
-                f"{self.experts.name}: expert {wanted[-1]} of {self.experts.experts}"
+                f"{self.experts.name}: expert {chosen.max()} of {self.experts.experts}"
             )
         store.ahead.routed(self.number, chosen)
-        if len(wanted) <= store.capacity(self.number):
-            with self._held(wanted) as held:
-                store.ahead.guess(self.number, chosen)
-                return forward.whole(x, ids, scores, held.matrices)
-        return self._in_waves(x, chosen, scores, forward, wanted)
+        if chosen.size > self.capacity:
+            wanted = np.unique(chosen).astype(np.int64)
+            if len(wanted) > self.capacity:
+                return self._in_waves(x, chosen, scores, forward, wanted)
+        with store._core.acquire(self.number, chosen) as held:
+            store.ahead.guess(self.number, chosen)
+            return forward.whole(x, ids, scores, held.matrices)
 
     def _held(self, experts: NDArray[np.int64]) -> core.Acquired:
         return self.store._core.acquire(self.number, experts.astype(np.int32))
@@ -246,7 +248,7 @@ class StoredLayer:
         """Some experts at a time; what they give is put in the order of the assignments at last."""
         reader, k = self.store._core, ids.shape[1]
         there = np.isin(wanted, reader.resident(self.number))
-        parts = waves(wanted, there, self.store.capacity(self.number))
+        parts = waves(wanted, there, self.capacity)
         flat, rows, places = ids.reshape(-1), [], []
         for i, part in enumerate(parts):
             with self._held(part) as held:

@@ -49,13 +49,14 @@ class ExpertCounts:
 
     def add(self, layer: int, ids: Any, before: Any = None) -> None:
         """One forward of a layer: ids [T, k], and those of the same tokens one layer before."""
-        self.uses[layer] += np.bincount(ids.ravel(), minlength=len(self.uses[layer])).astype(
-            np.uint32
-        )
-        if before is None or len(ids) > PAIRED_TOKENS or len(before) != len(ids):
+        if len(ids) > PAIRED_TOKENS:
+            counted = np.bincount(ids.ravel(), minlength=len(self.uses[layer]))
+            self.uses[layer] += counted.astype(np.uint32)
             return
-        for one, other in zip(before, ids, strict=True):
-            self.follows[layer - 1][np.ix_(one, other)] += 1
+        for token, chosen in enumerate(ids):  # distinct within a token
+            self.uses[layer][chosen] += 1
+            if before is not None and len(before) == len(ids):
+                self.follows[layer - 1][before[token][:, None], chosen] += 1
 
     def likely_next(self, layer: int, ids: Any) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Experts of the next layer by the probability that one token, here at ids [k], uses them.
