@@ -6,9 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports huggingface_hub
-# What the user has tuned or counted is no part of a test, nor are tests to leave anything there.
-_cache = tempfile.TemporaryDirectory(prefix="mlx-moe-tests-")
-os.environ["MLX_MOE_CACHE"] = _cache.name
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # servers and workers are forked
 
 import mlx.core as mx
@@ -16,6 +13,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from mlx_moe import attention, dense, layers
+
+# What the user has tuned or counted is no part of a test, nor are tests to leave anything there.
+# Read at first use, by this process and by those that tests start.
+_cache = tempfile.TemporaryDirectory(prefix="mlx-moe-tests-")
+os.environ["MLX_MOE_CACHE"] = _cache.name
 
 # Shared machines stall: a slow example is no failure, and CI draws the same examples every time.
 settings.register_profile(

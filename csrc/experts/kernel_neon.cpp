@@ -20,7 +20,10 @@ struct Simd {
   struct Pair {
     V low, high;
   };
-  static void store_pairs(float* p, V even, V odd) { vst2q_f32(p, {{even, odd}}); }
+  static void store_pairs(float* p, V even, V odd) {
+    const float32x4x2_t pairs = {{even, odd}};  // clang's vst2q is a macro: no braces within
+    vst2q_f32(p, pairs);
+  }
   static Pair nibble_pairs(const uint8_t* src) {
     uint32_t four;
     __builtin_memcpy(&four, src, 4);
@@ -73,7 +76,8 @@ struct Simd {
       uint8x16_t bytes = vld1q_u8(src + i / 2);
       int8x16_t low = vqtbl1q_s8(lut, vandq_u8(bytes, vdupq_n_u8(15)));
       int8x16_t high = vqtbl1q_s8(lut, vshrq_n_u8(bytes, 4));
-      vst2q_s8(dst + i, {{low, high}});
+      const int8x16x2_t pairs = {{low, high}};
+      vst2q_s8(dst + i, pairs);
     }
     for (; i < n; i += 2) {
       dst[i] = table[src[i / 2] & 15];
