@@ -5,6 +5,7 @@
 
 #include "bindings_common.h"
 #include "store/failure.h"
+#include "store/replay.h"
 #include "store/store.h"
 
 using namespace nb::literals;
@@ -26,6 +27,22 @@ LayerSource layer_source(const std::string& name, const std::vector<Source>& mat
     layer.matrices.push_back(std::move(m));
   }
   return layer;
+}
+
+nb::dict dict_of(const StoreCounts& c) {
+  nb::dict d;
+  d["hits"] = c.hits;
+  d["misses"] = c.misses;
+  d["prefetch_useful"] = c.prefetch_useful;
+  d["prefetch_issued"] = c.prefetch_issued;
+  d["prefetch_wasted"] = c.prefetch_wasted;
+  d["prefetch_dropped"] = c.prefetch_dropped;
+  d["evictions"] = c.evictions;
+  d["bytes_read"] = c.bytes_read;
+  d["stall_seconds"] = c.stall_seconds;
+  d["resident_bytes"] = c.resident_bytes;
+  d["resident_experts"] = c.resident_experts;
+  return d;
 }
 
 // What was acquired: gone once it is released and none of its matrices is in use.
@@ -93,21 +110,8 @@ class Store {
       nb::gil_scoped_release free;
       c = store_->counts();
     }
-    nb::dict d;
-    d["hits"] = c.hits;
-    d["misses"] = c.misses;
-    d["prefetch_useful"] = c.prefetch_useful;
-    d["prefetch_issued"] = c.prefetch_issued;
-    d["prefetch_wasted"] = c.prefetch_wasted;
-    d["prefetch_dropped"] = c.prefetch_dropped;
-    d["evictions"] = c.evictions;
-    d["bytes_read"] = c.bytes_read;
-    d["stall_seconds"] = c.stall_seconds;
-    d["resident_bytes"] = c.resident_bytes;
-    d["resident_experts"] = c.resident_experts;
-    return d;
+    return dict_of(c);
   }
-
   void check_files() const {
     nb::gil_scoped_release free;
     store_->check_files();
@@ -151,6 +155,28 @@ nb::list tensors(const std::string& path) {
   return all;
 }
 
+template <class T>
+std::span<const T> values_of(const Array& a, const char* what) {
+  require_shape(a, 1, what);
+  require(a.dtype() == nb::dtype<T>(), what, " must be int", 8 * sizeof(T));
+  return {static_cast<const T*>(a.data()), a.size()};
+}
+
+nb::dict py_replay(const Array& experts, const Array& slot_bytes, const Array& layers,
+                   const Array& offsets, const Array& ids, size_t budget, const std::string& policy,
+                   uint64_t period, const std::vector<uint32_t>& pinned) {
+  const auto counts = values_of<int32_t>(experts, "experts");
+  const auto sizes = values_of<int64_t>(slot_bytes, "slot_bytes");
+  const Forwards forwards{values_of<int32_t>(layers, "layers"),
+                          values_of<int64_t>(offsets, "offsets"), values_of<int32_t>(ids, "ids")};
+  StoreCounts found;
+  {
+    nb::gil_scoped_release free;
+    found = replay(counts, sizes, forwards, budget, {policy, period, pinned});
+  }
+  return dict_of(found);
+}
+
 constexpr const char* kStoreDoc =
     "Experts of safetensors files, read into slots under a limit of bytes as they are asked "
     "for.\n\n"
@@ -184,6 +210,14 @@ void bind_store(nb::module_& m) {
   m.def("safetensors", &tensors, "path"_a,
         "(name, dtype, shape, offset, nbytes) of each tensor of a safetensors file, checked, in\n"
         "the order of its bytes. Raises CorruptFile or ReadFailed.");
+  m.def("replay", &py_replay, "experts"_a, "slot_bytes"_a, "layers"_a, "offsets"_a, "ids"_a,
+        "budget"_a, nb::kw_only(), "policy"_a = "lru", "period"_a = 0,
+        "pinned"_a = std::vector<uint32_t>{},
+        "What a Store's stats would be after these forwards, without reading anything.\n\n"
+        "experts int32 [L] and slot_bytes int64 [L] of each layer; forward i is of layers[i]\n"
+        "(int32 [n]) and asks for ids[offsets[i]:offsets[i + 1]] (int64 [n + 1], int32 [m]).\n"
+        "Raises InvalidArgument on numbers out of range, and where the budget cannot hold what\n"
+        "a forward asks for.");
   nb::class_<Acquired>(m, "Acquired", "Experts that stay in memory; a context manager.")
       .def_prop_ro("matrices", &Acquired::matrices,
                    "A Matrix for each projection; only the acquired experts can be routed to.")

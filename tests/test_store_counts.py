@@ -17,9 +17,10 @@ import pytest
 from store_model import EXPERTS, forward_for, inputs, make_layers, write_checkpoint
 from test_store import opened, run_all
 
+from mlx_moe.cache_replay import CHOICES, best_policy, replay
 from mlx_moe.errors import CorruptFile, InvalidArgument, MoEError
 from mlx_moe.identity import ModelIdentity
-from mlx_moe.store_counts import LARGEST, ExpertCounts, counts_path, load_counts
+from mlx_moe.store_counts import FEWEST, LARGEST, ExpertCounts, counts_path, load_counts
 from mlx_moe.store_prefetch import WINDOW, WINDOWS, Trial
 
 LAYERS = [("a", 4), ("b", 5)]
@@ -249,3 +250,37 @@ def test_reading_ahead_stays_only_where_it_helps(
     tried = sides[: 2 * WINDOWS * WINDOW]
     assert sum(tried) == WINDOWS * WINDOW
     assert caplog.text.count("does not help") == (not helps)
+
+
+def test_the_policy_is_chosen_by_what_was_decoded(tmp_path: Path) -> None:
+    """A few experts come back after a sweep over the others: LFU keeps them, LRU does not."""
+    import mlx.core as mx
+
+    layers = make_layers()
+    folder, path = write_checkpoint(tmp_path / "model", layers), tmp_path / "counts.npz"
+    with opened(folder, layers, 6, counts=path, policy="auto") as store:
+        assert store.policy == "lru"
+        runs = list(zip(store.layers.values(), layers.values(), strict=True))
+        forwards = [forward_for(stored.experts, layer) for stored, layer in runs]
+        x = inputs(1)[0]
+        for i in range(FEWEST + 10):
+            pair = [0, 1] if i % 2 else [2 + i // 2 % 6, 2 + (i // 2 + 1) % 6]
+            for (stored, _), forward in zip(runs, forwards, strict=True):
+                stored.run(x, mx.array([pair]), None, forward)
+        assert len(store.counts.recent) == FEWEST + 10
+        trace = store.counts.trace(store._core.slot_bytes)
+    assert trace is not None
+    read = {name: replay(trace, store.memory, name).bytes_read for name in CHOICES}
+    assert read["lru"] > min(read.values())
+    assert best_policy(trace, store.memory) == min(CHOICES, key=lambda name: read[name])
+    with opened(folder, layers, 6, counts=path, policy="auto") as store:
+        assert store.policy == best_policy(trace, store.memory) != "lru"
+        assert store.stats()["policy"] == store.policy
+    # What two processes decoded is kept of both.
+    one, other = ExpertCounts.load(path), ExpertCounts.load(path)
+    for counts, expert in ((one, 1), (other, 2)):
+        counts.decoded([np.array([expert, 0]), np.array([expert, 3])])
+        counts.save(path)
+    found = list(ExpertCounts.load(path).recent)
+    assert len(found) == FEWEST + 12
+    assert [token[0].tolist() for token in found[-2:]] == [[0, 1], [0, 2]]

@@ -184,3 +184,48 @@ def test_wrong_arguments() -> None:
         Simulation([2, 2, 2], 5, Lru(3)).access([0, 1, 2])
     with pytest.raises(InvalidArgument, match="period"):
         Lfu(3, 0)
+
+
+@pytest.mark.parametrize("kind", ("lru", "lfu", "pinned"))
+def test_the_cores_replay_counts_as_the_simulation(kind: str) -> None:
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        period, pinned = int(rng.integers(1, 20)), [0, 3, 8]
+        budget = int(rng.integers(9, 26)) * 4096
+        policy: Any = Lru(12)
+        if kind != "lru":
+            policy = Lfu(12, period) if kind == "lfu" else Pinned(12, pinned)
+        bank = Simulation([8192] * 6 + [12288] * 6, budget, policy)
+        steps = random_steps(rng, 6, 3, 100)
+        layers = rng.integers(0, 2, len(steps)).astype(np.int32)
+        for step, layer in zip(steps, layers.tolist(), strict=True):
+            bank.access(np.array(step) + 6 * layer)
+        given = (
+            np.array([6, 6], np.int32),
+            np.array([8192, 12288]),
+            layers,
+            np.concatenate([[0], np.cumsum([len(step) for step in steps])]),
+            np.concatenate(steps).astype(np.int32),
+        )
+        found = core.replay(*given, budget, policy=kind, period=period, pinned=pinned)
+        for name in ("hits", "misses", "evictions", "bytes_read"):
+            assert found[name] == getattr(bank.total, name)
+
+
+def test_the_cores_replay_refuses_what_cannot_be() -> None:
+    experts, sizes = np.array([4], np.int32), np.array([4096])
+    one, two = np.array([0], np.int32), np.array([0, 2])
+    ids = np.array([1, 2], np.int32)
+    core.replay(experts, sizes, one, two, ids, 8192)
+    for wrong, says in (
+        ((experts, sizes, one, two, ids, 4096), "exceed 4096"),
+        ((experts, sizes, one + 1, two, ids, 8192), "layer 1 of 1"),
+        ((experts, sizes, one, two, ids + 2, 8192), "expert 4 of 4"),
+        ((experts, sizes, one, two - 1, ids, 8192), "offsets"),
+        ((experts, sizes, one, two, ids[:1], 8192), "offsets"),
+        ((experts, np.array([1, 2]), one, two, ids, 8192), "sizes"),
+        ((experts * 0, sizes, one, two, ids, 8192), "no experts"),
+        ((experts.astype(np.int64), sizes, one, two, ids, 8192), "int32"),
+    ):
+        with pytest.raises(InvalidArgument, match=says):
+            core.replay(*wrong)

@@ -124,6 +124,18 @@ class Store:
     @property
     def slot_bytes(self) -> list[int]: ...
 
+def replay(
+    experts: Buffer,
+    slot_bytes: Buffer,
+    layers: Buffer,
+    offsets: Buffer,
+    ids: Buffer,
+    budget: int,
+    *,
+    policy: str = "lru",
+    period: int = 0,
+    pinned: Sequence[int] = ...,
+) -> dict[str, Any]: ...
 def safetensors(path: str) -> list[tuple[str, str, tuple[int, ...], int, int]]: ...
 def addresses(arrays: Sequence[Buffer]) -> list[int]: ...
 def isa() -> str: ...

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from . import core
 from .cache_policies import Belady, Lfu, Lru, Outcome, Pinned, Policy, Simulation, waves
 from .cache_trace import Trace
 from .errors import InvalidArgument, MemoryLimit
@@ -129,8 +130,30 @@ def replay(
 
 
 def best_policy(trace: Trace, budget: int, choices: Iterable[str] = CHOICES) -> str:
-    """The policy that reads least over the trace; of equals the one named first."""
-    return min(choices, key=lambda name: replay(trace, budget, name).bytes_read)
+    """The policy that reads least for the decoded tokens of a trace; of equals the first one.
+
+    The core replays it, in milliseconds for hundreds of tokens.
+
+    Raises:
+        InvalidArgument: the budget is less than one token's experts of a layer.
+    """
+    decoded = np.flatnonzero(trace.tokens <= 1)
+    parts = [trace.experts[trace.offsets[i] : trace.offsets[i + 1]] for i in decoded]
+    lengths = [len(part) for part in parts]
+    given = (
+        np.array([layer.experts for layer in trace.layers], np.int32),
+        np.array([layer.bytes for layer in trace.layers], np.int64),
+        trace.layer[decoded].astype(np.int32),
+        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        np.concatenate([*parts, np.empty(0, np.uint16)]).astype(np.int32),
+    )
+
+    def bytes_read(name: str) -> int:
+        kind, _, tokens = name.partition(":")
+        period = int(tokens or TOKENS) * uses_per_token(trace)
+        return int(core.replay(*given, budget, policy=kind, period=period)["bytes_read"])
+
+    return min(choices, key=bytes_read)
 
 
 def budgets_of(trace: Trace, given: Sequence[str | int | float]) -> list[int]:

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from . import core
 from .cache_policies import waves
-from .cache_replay import TOKENS
+from .cache_replay import TOKENS, best_policy
 from .custom import evaluate
 from .errors import InvalidArgument, MemoryLimit, MoEError
 from .identity import ModelIdentity
 from .machine import memory_bytes
 from .store_counts import ExpertCounts, load_counts
-from .store_files import Checkpoint, StoredExperts
+from .store_files import Checkpoint, StoredExperts, slot_bytes
 from .store_forward import Forward
 from .store_prefetch import Ahead, Trial
 
@@ -35,6 +35,7 @@ class ExpertStore:
 
     Attributes:
         memory: the limit in bytes, of all slots together.
+        policy: by which experts go.
         layers: by name; `run` of each is the forward of one expert layer.
         counts: how often experts were used, kept online.
     """
@@ -46,7 +47,7 @@ class ExpertStore:
         memory: int,
         *,
         top_k: Mapping[str, int] | None = None,
-        policy: str = "lru",
+        policy: str = "auto",
         pinned: Sequence[tuple[int, int]] = (),
         counts: str | Path | None = None,
         identity: ModelIdentity | None = None,
@@ -63,8 +64,9 @@ class ExpertStore:
             layers: as `stored_experts` found them, in the order in which a token passes them.
             memory: bytes of slots.
             top_k: experts a token by a layer's name; the limit must hold those of any layer.
-            policy: "lru", "lfu", "lfu:TOKENS" (counts are halved after so many tokens) or
-                "pinned"; `mlx_moe simulate-cache` says which is best.
+            policy: "lru", "lfu", "lfu:TOKENS" (counts are halved after so many tokens), "pinned",
+                or "auto": the one that would have read least for the tokens that were decoded
+                last, as kept with the counts; "lru" while there are too few.
             pinned: (layer, expert) that go last under "pinned".
             counts: the file that counts are kept in between runs, see `counts_path`.
             identity: the model; counts of another one are not used.
@@ -84,7 +86,14 @@ class ExpertStore:
         first = np.concatenate([[0], np.cumsum([x.experts for x in layers])])
         if direct is None:
             direct = self._bytes(checkpoint) + self.memory > (memory_bytes() or 0)
-        kind, _, tokens = policy.partition(":")
+        self._path = None if counts is None else Path(counts)
+        described = [(x.name, x.experts) for x in layers]
+        found = None if self._path is None else load_counts(self._path, described, identity)
+        self.counts = found or ExpertCounts(described, identity)
+        sizes = [slot_bytes(checkpoint, layer) for layer in layers]
+        self._check_limit(sizes)
+        self.policy = self._choose(sizes) if policy == "auto" else policy
+        kind, _, tokens = self.policy.partition(":")
         if tokens and not (kind == "lfu" and tokens.isdecimal()):
             raise InvalidArgument(f"policy {policy!r}; expected lru, lfu, lfu:TOKENS or pinned")
         uses = sum(self._top_k.get(layer.name, 1) for layer in layers)
@@ -99,11 +108,6 @@ class ExpertStore:
             direct=direct,
             timeout=timeout,
         )
-        self._check_limit()
-        self._path = None if counts is None else Path(counts)
-        described = [(x.name, x.experts) for x in layers]
-        found = None if self._path is None else load_counts(self._path, described, identity)
-        self.counts = found or ExpertCounts(described, identity)
         self.ahead = Ahead(self.counts, Trial(self._stalled), self._core.prefetch)
         if not prefetch:
             self.ahead.trial.decided = False
@@ -116,11 +120,15 @@ class ExpertStore:
         names = {name for part in parts for names in part for name in names}
         return sum(checkpoint.tensors[name].nbytes for name in names)
 
-    def _check_limit(self) -> None:
-        for layer, size in zip(self.experts, self._core.slot_bytes, strict=True):
+    def _choose(self, sizes: list[int]) -> str:
+        """The policy that would have been best for what was decoded last."""
+        trace = self.counts.trace(sizes)
+        return "lru" if trace is None else best_policy(trace, self.memory)
+
+    def _check_limit(self, sizes: list[int]) -> None:
+        for layer, size in zip(self.experts, sizes, strict=True):
             needed = self._top_k.get(layer.name, 1)
             if needed * size > self.memory:
-                self._core.close()
                 raise MemoryLimit(
                     f"{layer.name}: one token's {needed} experts take {needed * size:,} bytes, and "
                     f"the limit of expert memory is {self.memory:,}; raise it"
@@ -149,12 +157,13 @@ class ExpertStore:
                 self._core.prefetch(layer, np.array([expert], np.int32), warm=True)
 
     def stats(self) -> dict[str, Any]:
-        """Counts since it was opened: `core.Store.stats`, hit_rate, limit and total of bytes,
-        and whether reads ahead are on (None: still tried)."""
+        """Counts since it was opened: `core.Store.stats`, hit_rate, policy, limit and total of
+        bytes, and whether reads ahead are on (None: still tried)."""
         found = self._core.stats()
         asked = found["hits"] + found["misses"] + found["prefetch_useful"]
         return found | {
             "hit_rate": found["hits"] / asked if asked else None,
+            "policy": self.policy,
             "limit_bytes": self.memory,
             "total_bytes": self.total_bytes,
             "direct": self.direct,

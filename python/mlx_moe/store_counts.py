@@ -3,6 +3,7 @@
 import fcntl
 import logging
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cache import cache_dir
+from .cache_trace import Trace, TracedLayer, TraceRecorder
 from .durable import digest, scratch_path
 from .errors import CorruptFile, IdentityMismatch, MoEError
 from .identity import ModelIdentity, check_same
@@ -21,6 +23,7 @@ log = logging.getLogger(__name__)
 
 FORMAT, VERSION = "mlx_moe.counts", 1
 LARGEST = 1 << 22  # of a count; then all of a layer are halved: old habits fade
+RECENT, FEWEST = 256, 64  # decoded tokens that are kept, and that a policy is chosen by
 PAIRED_TOKENS = 4  # forwards of so few tokens show what follows what
 Counted = NDArray[np.uint32]
 
@@ -29,6 +32,7 @@ class ExpertCounts:
     """Counts of a model's expert layers. `save` adds to what other processes saved meanwhile.
 
     Attributes:
+        recent: the routing of the last tokens decoded, each [k] of every layer.
         layers: (name, experts) of each layer, in the model's order.
         uses: [E] of each layer, tokens that went to each expert.
         follows: [E, E of the next layer] for each layer but the last: how often a token that was
@@ -42,7 +46,9 @@ class ExpertCounts:
         self.follows = [
             np.zeros(pair, np.uint32) for pair in zip(sizes[:-1], sizes[1:], strict=True)
         ]
+        self.recent: deque[list[NDArray[np.int64]]] = deque(maxlen=RECENT)
         self._saved = self._copy()  # what of it is in the file already
+        self._added = 0  # tokens of `recent` that are not in the file
 
     def _copy(self) -> list[Counted]:
         return [a.copy() for a in (*self.uses, *self.follows)]
@@ -57,6 +63,25 @@ class ExpertCounts:
             self.uses[layer][chosen] += 1
             if before is not None and len(before) == len(ids):
                 self.follows[layer - 1][before[token][:, None], chosen] += 1
+
+    def decoded(self, token: list[NDArray[Any]]) -> None:
+        """One token passed every layer, with these experts [k] of each."""
+        self.recent.append([np.sort(ids).astype(np.int64) for ids in token])
+        self._added = min(self._added + 1, RECENT)
+
+    def trace(self, sizes: Sequence[int]) -> Trace | None:
+        """The recent tokens as a trace; None for too few to judge by. sizes: slots' bytes."""
+        if len(self.recent) < FEWEST:
+            return None
+        layers = [
+            TracedLayer(name, experts, len(ids), size)
+            for (name, experts), ids, size in zip(self.layers, self.recent[-1], sizes, strict=True)
+        ]
+        recorder = TraceRecorder(layers, self.identity)
+        for token in self.recent:
+            for layer, ids in enumerate(token):
+                recorder.add(layer, ids[None])
+        return recorder.trace()
 
     def likely_next(self, layer: int, ids: Any) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Experts of the next layer by the probability that one token, here at ids [k], uses them.
@@ -110,6 +135,8 @@ class ExpertCounts:
         total = self._copy()
         found = load_counts(path, self.layers, self.identity)
         if found is not None:
+            mine_alone = list(self.recent)[len(self.recent) - self._added :]
+            self.recent = deque([*found.recent, *mine_alone], maxlen=RECENT)
             others = (*found.uses, *found.follows)
             for mine, saved, there in zip(total, self._saved, others, strict=True):
                 # Halved since: what is left of it.
@@ -125,13 +152,18 @@ class ExpertCounts:
             "layers": self.layers,
         }
         n = len(self.layers)
-        arrays = {f"uses.{i}": total[i] for i in range(n)}
+        arrays: dict[str, NDArray[Any]] = {f"uses.{i}": total[i] for i in range(n)}
         arrays |= {f"follows.{i}": total[n + i] for i in range(n - 1)}
+        lengths = [[len(ids) for ids in token] for token in self.recent]
+        arrays["recent_lengths"] = np.array(lengths, np.int32).reshape(-1, n)
+        flat = [ids for token in self.recent for ids in token]
+        arrays["recent"] = np.concatenate([np.empty(0, np.int64), *flat]).astype(np.uint16)
         scratch = scratch_path(path)  # made first, so that it is private from its first byte
         os.close(os.open(scratch, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600))
         write_npz(path, meta, arrays)
         self.uses, self.follows = total[:n], total[n:]
         self._saved = self._copy()
+        self._added = 0
 
     @classmethod
     def load(cls, path: str | Path) -> "ExpertCounts":
@@ -148,12 +180,30 @@ class ExpertCounts:
                     if found.dtype != np.uint32 or found.shape != array.shape:
                         raise CorruptFile(f"{path}: {kind}.{i} is {found.dtype} {found.shape}")
                     own[i] = found
+            counts.recent.extend(_recent(arrays, counts.layers))
         except (KeyError, TypeError, ValueError, MemoryError) as error:
             if isinstance(error, CorruptFile):
                 raise
             raise CorruptFile(f"{path}: {error} is missing or cannot be") from error
         counts._saved = counts._copy()
         return counts
+
+
+def _recent(
+    arrays: dict[str, Any], layers: list[tuple[str, int]]
+) -> Iterator[list[NDArray[np.int64]]]:
+    """The tokens of a file; ValueError where they cannot be."""
+    lengths, flat = arrays["recent_lengths"].astype(np.int64), arrays["recent"].astype(np.int64)
+    if lengths.ndim != 2 or lengths.shape[1] != len(layers) or (lengths < 1).any():
+        raise ValueError("the lengths of recent tokens")
+    if lengths.sum() != len(flat):
+        raise ValueError("the recent tokens")
+    parts = iter(np.split(flat, np.cumsum(lengths)[:-1]) if lengths.size else ())
+    for _ in lengths:
+        token = [next(parts) for _ in layers]
+        if any((ids >= experts).any() for ids, (_, experts) in zip(token, layers, strict=True)):
+            raise ValueError("an expert out of range, which")
+        yield token
 
 
 def load_counts(

@@ -1,6 +1,7 @@
 """Which tensors of a checkpoint's safetensors files are the experts of a layer."""
 
 import json
+import resource
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ PARTS = ("weight", "scales", "biases", "bias", "global_scale")  # in the order o
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint32": "U32", "uint8": "U8"}
 # How unconverted checkpoints call the projections of one expert.
 OTHER_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+LINE = 64  # bytes; arrays in a slot begin at multiples of it
 
 Names = tuple[str, ...]
 
@@ -214,3 +217,18 @@ def _check_tensors(checkpoint: Checkpoint, parameter: str, tensors: Names, array
                 f"checkpoint {facts.dtype} {list(facts.shape)}: its loader transforms it; write "
                 "one that needs no more of that with `mlx_lm.convert`"
             )
+
+
+def slot_bytes(checkpoint: Checkpoint, layer: StoredExperts) -> int:
+    """Bytes of the slot of one expert: its arrays at multiples of 64, and whole pages."""
+    total = 0
+    for projection in layer.projections.values():
+        for names in projection.names:
+            if names:
+                each = checkpoint.tensors[names[0]].nbytes
+                total += whole_units(each if len(names) > 1 else each // layer.experts, LINE)
+    return whole_units(total, resource.getpagesize())
+
+
+def whole_units(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

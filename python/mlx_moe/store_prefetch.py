@@ -85,10 +85,16 @@ class Ahead:
         if getattr(self._last, "layer", None) != layer - 1:
             before = None
         self._last.layer, self._last.ids = layer, ids
+        token = [] if layer == 0 or before is None else self._last.token
+        if len(ids) == 1:
+            token.append(ids[0])
+        self._last.token = token
         with self.lock:
             self.counts.add(layer, ids, before)
             if layer == 0 and len(ids) == 1:
                 self.trial.step()
+            if len(token) == len(self.counts.layers):
+                self.counts.decoded(token)
 
     def guess(self, layer: int, ids: NDArray[Any]) -> None:
         """Begin to read what the layer after this one is likely to need."""

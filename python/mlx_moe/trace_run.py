@@ -1,5 +1,6 @@
 """Generate text and record the routing of each expert layer."""
 
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from .identity import identity_of_model
 from .layers import PROJECTIONS, Layer, Observer
 from .observe import observed
 from .replace import find_modules, switch_kind
+from .store_files import LINE, whole_units
 
 PROGRESS_AFTER = 2.0  # seconds
-PAGE, LINE = 4096, 64  # of slots, and of the arrays in them
 
 
 def record(
@@ -91,5 +92,5 @@ def slot_bytes(module: Any) -> int:
         linear = module[name]
         for array in linear.get("linear", linear).values():  # adapters wrap their base layer
             if isinstance(array, mx.array):
-                total += -(-array.nbytes // array.shape[0] // LINE) * LINE
-    return -(-total // PAGE) * PAGE
+                total += whole_units(array.nbytes // array.shape[0], LINE)
+    return whole_units(total, resource.getpagesize())
