@@ -144,7 +144,7 @@ def hub_errors(name: str) -> Iterator[None]:
     except RepositoryNotFoundError as error:
         raise ModelNotFound(
             f"there is no directory {name!r}, and no such repository on the hub, or it is "
-            f"private: {_reason(error)}"
+            "private: `hf auth login` shows yours"
         ) from error
     except SafetensorsParsingError as error:
         raise CorruptFile(f"{name!r}: {_reason(error)}") from error
@@ -156,7 +156,9 @@ def hub_errors(name: str) -> Iterator[None]:
         # A LocalEntryNotFoundError is an EntryNotFoundError too, and says that nobody answered.
         missing = isinstance(error, EntryNotFoundError)
         if missing and not isinstance(error, LocalEntryNotFoundError):
-            raise ModelNotFound(f"{name!r} on the hub: {_reason(error)}") from error
+            raise ModelNotFound(
+                f"the repository {name!r} has no {CONFIG}: it is no model that mlx-lm loads"
+            ) from error
         raise HubError(
             f"{name!r} is no directory and not in the hub's cache, and the hub cannot be reached "
             f"({_reason(error)}): give a model directory, or try again online"

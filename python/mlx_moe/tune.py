@@ -1,7 +1,6 @@
 """Measure this machine: the device profile that `plan` reads."""
 
 import datetime
-import logging
 import re
 from collections.abc import Callable
 from contextlib import closing
@@ -21,8 +20,6 @@ from .machine import chip, memory_bytes
 from .measured import Measurements, Sample
 from .tune_cold import ColdPath, Shape
 from .tune_static import StaticPath, read_bandwidth
-
-log = logging.getLogger("mlx_moe")
 
 STATICS = ("auto", "none", "host")
 EXPERTS, TOP_K = 16, 8  # with a load in each call
@@ -179,12 +176,8 @@ def _assumed(name: str) -> Number:
 
 
 def _source(shape: Shape, date: str) -> str:
-    facts = shape.weights
-    form = facts.dtype if facts.bits is None else f"{facts.mode} {facts.bits} bits"
-    return (
-        f"mlx_moe tune, {date}: {chip()}, {core.isa()}, {core.num_threads()} threads, experts of "
-        f"{shape.hidden} x {shape.inner} in {form}"
-    )
+    how = f"{chip()}, {core.isa()}, {core.num_threads()} threads"
+    return f"mlx_moe tune, {date}: {how}, experts of {shape}"
 
 
 def cache_bytes(root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:

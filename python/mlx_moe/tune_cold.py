@@ -12,12 +12,14 @@ import numpy as np
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
 from . import core
+from .errors import InvalidArgument
 from .layer_facts import WeightFacts
 from .layers import PROJECTIONS
 from .measured import Sample
 from .replace import replace_moe_layers
 
 MOST_BYTES = 1 << 30  # of weights and of what bandwidth is measured with
+MOST_LAYERS = 48  # as models have: of small experts all are in the cache there too
 SCALE = 0.01
 PACKED_ROWS = 64  # of each expert, where packed copies are tried
 
@@ -37,6 +39,12 @@ class Shape:
     top_k: int
     weights: WeightFacts
 
+    def __str__(self) -> str:
+        """ "2048 x 768 in affine 4 bits"."""
+        facts = self.weights
+        form = facts.dtype if facts.bits is None else f"{facts.mode} {facts.bits} bits"
+        return f"{self.hidden} x {self.inner} in {form}"
+
     @property
     def flops(self) -> float:
         """Of one row of one expert."""
@@ -44,14 +52,20 @@ class Shape:
 
 
 def random_layer(shape: Shape) -> SwitchGLU:
-    """A layer with weights of the format, as mlx-lm builds it, without computing them."""
+    """A layer with weights of the format, as mlx-lm builds it, without computing them.
+
+    Raises InvalidArgument for a format that the sizes do not fit.
+    """
     facts, random = shape.weights, np.random.default_rng(0)
     layer = SwitchGLU(shape.hidden, shape.inner, shape.experts)
     for name in PROJECTIONS["glu"]:
         rows, cols = shape.inner, shape.hidden
         if name == "down_proj":
             rows, cols = cols, rows
-        layer[name] = _linear(shape.experts, rows, cols, facts, random)
+        try:
+            layer[name] = _linear(shape.experts, rows, cols, facts, random)
+        except ValueError as error:
+            raise InvalidArgument(f"cannot measure experts of {shape}: {error}") from error
     mx.eval(layer.parameters())
     return layer
 
@@ -115,7 +129,7 @@ class ColdPath:
         first = random_layer(shape)
         self.expert_bytes = layer_bytes(first) / shape.experts
         count = min(2 * cache_bytes, MOST_BYTES) // layer_bytes(first) + 1
-        self.layers = copies(first, max(2, count))
+        self.layers = copies(first, min(max(2, count), MOST_LAYERS))
         for layer in self.layers:
             layer.eval()  # in training mode it would be stock's
             replace_moe_layers(layer)
