@@ -9,6 +9,7 @@ import argparse
 import gzip
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -106,12 +107,12 @@ def open_store(path: Path, inner: int, memory: int, **options: Any) -> ExpertSto
     return ExpertStore(checkpoint, experts, memory, top_k=top_k, **options)
 
 
-def draws(tokens: int, domain: int = 0) -> np.ndarray:
+def draws(tokens: int, domain: int = 0, seed: int = 0) -> np.ndarray:
     """[tokens, LAYERS, TOP_K]: experts of one of DOMAINS domains, without replacement."""
     every = list(json.loads(gzip.decompress(DATA.read_bytes()))["domains"].values())
     counts = np.array(every[domain % DOMAINS * len(every) // DOMAINS], np.float64)
     keys = np.log(counts / counts.sum(1, keepdims=True) + 1e-9)
-    noise = np.random.default_rng(domain).gumbel(size=(tokens, *keys.shape))
+    noise = np.random.default_rng([domain, seed]).gumbel(size=(tokens, *keys.shape))
     return np.argsort(-(keys + noise), axis=-1)[..., :TOP_K].astype(np.uint32)
 
 
@@ -303,6 +304,7 @@ def measure_decode(
         "no cache": (TOP_K * slot, {"policy": "lru", "prefetch": False}),
         "25 % lru": (quarter, {"policy": "lru", "prefetch": False}),
         "25 % lfu": (quarter, {"policy": "lfu", "prefetch": False}),
+        "25 % lfu, counts": (quarter, {"policy": "lfu", "prefetch": False}),
         "25 % lfu, reads ahead": (quarter, {"policy": "lfu"}),
         "100 %": (total, {"policy": "lru", "prefetch": False}),
     }
@@ -311,7 +313,12 @@ def measure_decode(
     for repeat in range(repeats):
         ids = draws(tokens, repeat)
         best.append(belady(ids, LAYERS * EXPERTS // 4))
+        counts = path.with_name(f"counts-{repeat}.npz")
+        with open_store(path, inner, quarter, direct=True, counts=counts, policy="lfu") as store:
+            decode(store, draws(64, repeat, seed=1))  # other tokens of the domain
         for name, (memory, options) in sides.items():
+            if name.endswith("counts"):
+                options = options | {"counts": copied(counts)}
             with open_store(path, inner, memory, direct=True, **options) as store:
                 if memory == total:
                     decode(store, np.sort(all_experts(), axis=-1))
@@ -333,6 +340,11 @@ def measure_decode(
     ratio = statistics.median(seconds["resident"]) / statistics.median(seconds["100 %"])
     print(f"  with all experts in slots {ratio:.2f} x the tokens/s of arrays in memory")
     results["decode"] = {"seconds": seconds, "stats": hits, "belady": best}
+
+
+def copied(counts: Path) -> Path:
+    """A copy that the store may add to."""
+    return Path(shutil.copy(counts, counts.with_name("copy.npz")))
 
 
 def all_experts() -> np.ndarray:

@@ -65,13 +65,14 @@ class Acquired {
 class Store {
  public:
   Store(const std::vector<std::string>& paths, const Layers& layers, size_t budget,
-        const std::string& policy, uint64_t period, const std::vector<uint32_t>& pinned,
-        size_t readers, bool direct, double timeout) {
+        const std::string& policy, uint64_t period, const std::vector<uint64_t>& counts,
+        const std::vector<uint32_t>& pinned, size_t readers, bool direct, double timeout) {
     std::vector<LayerSource> sources;
     for (const auto& [name, matrices] : layers) sources.push_back(layer_source(name, matrices));
     nb::gil_scoped_release free;
     store_ = std::make_shared<ExpertStore>(
-        paths, sources, StoreOptions{budget, {policy, period, pinned}, readers, direct, timeout});
+        paths, sources,
+        StoreOptions{budget, {policy, period, counts, pinned}, readers, direct, timeout});
   }
   ~Store() {
     nb::gil_scoped_release free;
@@ -164,7 +165,8 @@ std::span<const T> values_of(const Array& a, const char* what) {
 
 nb::dict py_replay(const Array& experts, const Array& slot_bytes, const Array& layers,
                    const Array& offsets, const Array& ids, size_t budget, const std::string& policy,
-                   uint64_t period, const std::vector<uint32_t>& pinned) {
+                   uint64_t period, const std::vector<uint64_t>& initial,
+                   const std::vector<uint32_t>& pinned) {
   const auto counts = values_of<int32_t>(experts, "experts");
   const auto sizes = values_of<int64_t>(slot_bytes, "slot_bytes");
   const Forwards forwards{values_of<int32_t>(layers, "layers"),
@@ -172,7 +174,7 @@ nb::dict py_replay(const Array& experts, const Array& slot_bytes, const Array& l
   StoreCounts found;
   {
     nb::gil_scoped_release free;
-    found = replay(counts, sizes, forwards, budget, {policy, period, pinned});
+    found = replay(counts, sizes, forwards, budget, {policy, period, initial, pinned});
   }
   return dict_of(found);
 }
@@ -184,8 +186,9 @@ constexpr const char* kStoreDoc =
     "group_size, names) with mode 'dense' for one that is not quantised and names five lists of\n"
     "tensor names: weight, scales, biases, bias, global_scale. A list has one name of a stacked\n"
     "tensor [E, ...], a name an expert, or none. budget: bytes of all slots. policy: 'lru', 'lfu'\n"
-    "(counts halved every `period` uses) or 'pinned' (`pinned`, numbers counted over all layers,\n"
-    "go last). readers: threads. direct: read past the page cache where that is possible.\n"
+    "(counts, halved every `period` uses; they begin with `counts`, in 256ths of a use) or\n"
+    "'pinned' (`pinned` go last); both count experts over all layers. readers: threads. direct: "
+    "read past the page cache where that is possible.\n"
     "timeout: seconds to wait for slots that others hold. Any number of threads may call.\n"
     "Raises CorruptFile, ReadFailed or InvalidArgument; see acquire.";
 
@@ -212,7 +215,7 @@ void bind_store(nb::module_& m) {
         "the order of its bytes. Raises CorruptFile or ReadFailed.");
   m.def("replay", &py_replay, "experts"_a, "slot_bytes"_a, "layers"_a, "offsets"_a, "ids"_a,
         "budget"_a, nb::kw_only(), "policy"_a = "lru", "period"_a = 0,
-        "pinned"_a = std::vector<uint32_t>{},
+        "counts"_a = std::vector<uint64_t>{}, "pinned"_a = std::vector<uint32_t>{},
         "What a Store's stats would be after these forwards, without reading anything.\n\n"
         "experts int32 [L] and slot_bytes int64 [L] of each layer; forward i is of layers[i]\n"
         "(int32 [n]) and asks for ids[offsets[i]:offsets[i + 1]] (int64 [n + 1], int32 [m]).\n"
@@ -226,10 +229,11 @@ void bind_store(nb::module_& m) {
       .def("__exit__", [](Acquired& self, nb::args) { self.release(); });
   nb::class_<Store>(m, "Store", kStoreDoc)
       .def(nb::init<const std::vector<std::string>&, const Layers&, size_t, const std::string&,
-                    uint64_t, const std::vector<uint32_t>&, size_t, bool, double>(),
+                    uint64_t, const std::vector<uint64_t>&, const std::vector<uint32_t>&, size_t,
+                    bool, double>(),
            "paths"_a, "layers"_a, "budget"_a, nb::kw_only(), "policy"_a = "lru", "period"_a = 0,
-           "pinned"_a = std::vector<uint32_t>{}, "readers"_a = 4, "direct"_a = false,
-           "timeout"_a = 60.0)
+           "counts"_a = std::vector<uint64_t>{}, "pinned"_a = std::vector<uint32_t>{},
+           "readers"_a = 4, "direct"_a = false, "timeout"_a = 60.0)
       .def("acquire", &Store::acquire, "layer"_a, "experts"_a, kAcquireDoc)
       .def("prefetch", &Store::prefetch, "layer"_a, "experts"_a, nb::kw_only(), "warm"_a = false,
            "Read experts when nobody waits for others, the first ones first.\n\n"

@@ -28,7 +28,13 @@ def random_steps(rng: np.random.Generator, experts: int, most: int, count: int) 
 
 
 def by_definition(
-    steps: Steps, sizes: list[int], budget: int, kind: str, period: int = 1, pinned: Any = ()
+    steps: Steps,
+    sizes: list[int],
+    budget: int,
+    kind: str,
+    period: int = 1,
+    pinned: Any = (),
+    initial: Any = None,
 ) -> list[tuple[int, ...]]:
     """(misses, experts in memory) after each forward, from the definitions alone: the whole past
     is looked at for every decision."""
@@ -43,7 +49,9 @@ def by_definition(
             return expert in pinned, last, expert
         if kind == "lru":
             return last, expert
-        count = 0  # in 256ths, halved after every `period` uses of any expert
+        count = (
+            0 if initial is None else int(initial[expert])
+        )  # in 256ths, halved after every `period` uses of any expert
         for i, e in enumerate(past, 1):
             count += 256 * (e == expert)
             if i % period == 0:
@@ -75,12 +83,13 @@ def test_simulated_policies_are_what_their_definitions_say(kind: str) -> None:
         sizes = rng.integers(1, 4, experts).tolist()
         budget = int(rng.integers(3 * most, sum(sizes) + 3))
         period, pinned = int(rng.integers(1, 20)), {0, 3}
+        initial = rng.integers(0, 2000, experts) if seed % 2 else None
         policy = {
             "lru": lambda n=experts: Lru(n),
-            "lfu": lambda n=experts, p=period: Lfu(n, p),
+            "lfu": lambda n=experts, p=period, i=initial: Lfu(n, p, i),
             "pinned": lambda n=experts, p=pinned: Pinned(n, p),
         }[kind]()
-        expected = by_definition(steps, sizes, budget, kind, period, pinned)
+        expected = by_definition(steps, sizes, budget, kind, period, pinned, initial)
         assert simulated(steps, sizes, budget, policy) == expected
 
 
@@ -100,12 +109,19 @@ def test_the_store_decides_as_the_simulation(checkpoint: Any, kind: str) -> None
     for seed in range(8):
         rng = np.random.default_rng(seed)
         period, pinned = int(rng.integers(1, 20)), [0, 3, 8]
+        counts = rng.integers(0, 2000, 12 * (seed % 2))
         budget = int(rng.integers(9, 26)) * 4096
-        store = core.Store(paths, layers, budget, policy=kind, period=period, pinned=pinned)
+        store = core.Store(
+            paths, layers, budget, policy=kind, period=period, counts=counts, pinned=pinned
+        )
         assert store.slot_bytes == [8192, 12288]
         policy: Any = Lru(12)
         if kind != "lru":
-            policy = Lfu(12, period) if kind == "lfu" else Pinned(12, pinned)
+            policy = (
+                Lfu(12, period, counts if len(counts) else None)
+                if kind == "lfu"
+                else Pinned(12, pinned)
+            )
         bank = Simulation([8192] * 6 + [12288] * 6, budget, policy)
         for step in random_steps(rng, 6, 3, 150):
             layer = int(rng.integers(2))
@@ -191,10 +207,15 @@ def test_the_cores_replay_counts_as_the_simulation(kind: str) -> None:
     for seed in range(10):
         rng = np.random.default_rng(seed)
         period, pinned = int(rng.integers(1, 20)), [0, 3, 8]
+        counts = rng.integers(0, 2000, 12 * (seed % 2))
         budget = int(rng.integers(9, 26)) * 4096
         policy: Any = Lru(12)
         if kind != "lru":
-            policy = Lfu(12, period) if kind == "lfu" else Pinned(12, pinned)
+            policy = (
+                Lfu(12, period, counts if len(counts) else None)
+                if kind == "lfu"
+                else Pinned(12, pinned)
+            )
         bank = Simulation([8192] * 6 + [12288] * 6, budget, policy)
         steps = random_steps(rng, 6, 3, 100)
         layers = rng.integers(0, 2, len(steps)).astype(np.int32)
@@ -207,7 +228,9 @@ def test_the_cores_replay_counts_as_the_simulation(kind: str) -> None:
             np.concatenate([[0], np.cumsum([len(step) for step in steps])]),
             np.concatenate(steps).astype(np.int32),
         )
-        found = core.replay(*given, budget, policy=kind, period=period, pinned=pinned)
+        found = core.replay(
+            *given, budget, policy=kind, period=period, counts=counts, pinned=pinned
+        )
         for name in ("hits", "misses", "evictions", "bytes_read"):
             assert found[name] == getattr(bank.total, name)
 

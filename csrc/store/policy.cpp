@@ -21,7 +21,10 @@ class Lru : public Policy {
 
 class Lfu : public Lru {
  public:
-  Lfu(size_t experts, uint64_t period) : Lru(experts), period_(period), counts_(experts) {}
+  Lfu(size_t experts, uint64_t period, const std::vector<uint64_t>& counts)
+      : Lru(experts), period_(period), counts_(counts) {
+    counts_.resize(experts);
+  }
   void used(uint32_t expert) override {
     Lru::used(expert);
     counts_[expert] += kOne;
@@ -61,7 +64,9 @@ std::unique_ptr<Policy> make_policy(const PolicyOptions& options, size_t experts
   if (options.name == "pinned") return std::make_unique<Pinned>(experts, options.pinned);
   require(options.name == "lfu", "unknown policy '", options.name, "'; known: lru, lfu and pinned");
   require(options.period > 0, "lfu needs a period of at least 1 use");
-  return std::make_unique<Lfu>(experts, options.period);
+  require(options.counts.empty() || options.counts.size() == experts, "there are ",
+          options.counts.size(), " counts for ", experts, " experts");
+  return std::make_unique<Lfu>(experts, options.period, options.counts);
 }
 
 }  // namespace mlx_moe

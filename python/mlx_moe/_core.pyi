@@ -103,6 +103,7 @@ class Store:
         *,
         policy: str = "lru",
         period: int = 0,
+        counts: Sequence[int] = ...,
         pinned: Sequence[int] = ...,
         readers: int = 4,
         direct: bool = False,
@@ -134,6 +135,7 @@ def replay(
     *,
     policy: str = "lru",
     period: int = 0,
+    counts: Sequence[int] = ...,
     pinned: Sequence[int] = ...,
 ) -> dict[str, Any]: ...
 def safetensors(path: str) -> list[tuple[str, str, tuple[int, ...], int, int]]: ...

@@ -51,12 +51,13 @@ class Lru:
 class Lfu(Lru):
     """The one used least often; all counts are halved every `period` uses. Then as LRU."""
 
-    def __init__(self, experts: int, period: int):
+    def __init__(self, experts: int, period: int, counts: Ints | None = None):
+        """counts: what they begin with, in 256ths of a use."""
         super().__init__(experts)
         if period < 1:
             raise InvalidArgument(f"lfu's period is {period}; expected at least 1 use")
         self.period = period
-        self.counts = np.zeros(experts, np.int64)
+        self.counts = np.zeros(experts, np.int64) if counts is None else counts.astype(np.int64)
 
     def used(self, expert: int) -> None:
         super().used(expert)

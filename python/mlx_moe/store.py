@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import core
-from .cache_policies import waves
+from .cache_policies import ONE, waves
 from .cache_replay import TOKENS, best_policy
 from .custom import evaluate
 from .errors import InvalidArgument, MemoryLimit, MoEError
@@ -103,6 +103,7 @@ class ExpertStore:
             self.memory,
             policy=kind,
             period=int(tokens or TOKENS) * uses,
+            counts=self._expected(int(tokens or TOKENS)) if kind == "lfu" else [],
             pinned=[int(first[layer]) + expert for layer, expert in pinned],
             readers=readers,
             direct=direct,
@@ -124,6 +125,16 @@ class ExpertStore:
         """The policy that would have been best for what was decoded last."""
         trace = self.counts.trace(sizes)
         return "lru" if trace is None else best_policy(trace, self.memory)
+
+    def _expected(self, tokens: int) -> list[int]:
+        """What lfu's counts begin with: as if so many tokens had been like those of before."""
+        if self.counts.empty:
+            return []
+        found: list[int] = []
+        for layer, uses in zip(self.experts, self.counts.uses, strict=True):
+            share = uses / max(1, int(uses.sum()))
+            found += (share * ONE * tokens * self._top_k.get(layer.name, 1)).astype(int).tolist()
+        return found
 
     def _check_limit(self, sizes: list[int]) -> None:
         for layer, size in zip(self.experts, sizes, strict=True):

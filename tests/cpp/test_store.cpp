@@ -348,9 +348,11 @@ TEST_CASE("tensors that do not make a layer are named") {
   CHECK(failure(sources(3)).empty());
   options.policy.name = "best";
   CHECK_THROWS_AS(ExpertStore(std::vector{f.file.path}, sources(), options), Error);
-  options.policy = {"lfu", 0, {}};
+  options.policy = {"lfu", 1, {1, 2}, {}};
   CHECK_THROWS_AS(ExpertStore(std::vector{f.file.path}, sources(), options), Error);
-  options.policy = {"pinned", 0, {24}};
+  options.policy = {"lfu", 0, {}, {}};
+  CHECK_THROWS_AS(ExpertStore(std::vector{f.file.path}, sources(), options), Error);
+  options.policy = {"pinned", 0, {}, {24}};
   CHECK_THROWS_AS(ExpertStore(std::vector{f.file.path}, sources(), options), Error);
 }
 
