@@ -507,6 +507,18 @@ def test_a_downloaded_model_is_read_offline(hub: Any, tmp_path: Path) -> None:
     assert json.loads(ran.stdout)["model"]["where"] == "cache" and Hub.served == 0
 
 
+def test_half_a_download_is_no_model(hub: Any, tmp_path: Path) -> None:
+    snapshot = tmp_path / "home" / "hub" / "models--me--model" / "snapshots" / ("0" * 40)
+    write_model(snapshot, stacked(4))
+    listed = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(listed))
+    refs = snapshot.parent.parent / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0" * 40)
+    ran = ask(hub, tmp_path, "me/model", HF_HUB_OFFLINE="1")
+    assert ran.returncode == 1 and "HF_HUB_OFFLINE keeps this offline" in ran.stderr
+
+
 @pytest.mark.parametrize(
     ("name", "files", "named"),
     [

@@ -92,21 +92,19 @@ def test_sizes(size: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("system", "release", "executor", "reason"),
+    ("system", "release", "missing", "reason"),
     [
-        ("Linux", "", True, "part of macOS"),
-        ("Darwin", "13.6.1", True, "needs macOS 14"),
-        ("Darwin", "14.4", False, "no Core ML executor"),
-        ("Darwin", "15.0", True, None),
+        ("Linux", "", "", "part of macOS"),
+        ("Darwin", "13.6.1", "", "needs macOS 14"),
+        ("Darwin", "14.4", "built without it", "built without it"),
+        ("Darwin", "15.0", "", None),
     ],
 )
-def test_core_ml(monkeypatch, system: str, release: str, executor: bool, reason) -> None:
+def test_core_ml(monkeypatch, system: str, release: str, missing: str, reason) -> None:
     pytest.importorskip("coremltools")
     monkeypatch.setattr("platform.system", lambda: system)
     monkeypatch.setattr("platform.mac_ver", lambda: (release, ("", "", ""), ""))
-    monkeypatch.delattr(core, "CoreMLExecutor", raising=False)
-    if executor:
-        monkeypatch.setattr(core, "CoreMLExecutor", object, raising=False)
+    monkeypatch.setattr(core, "coreml_missing", lambda: missing, raising=False)
     found = machine.coreml_missing()
     assert found is None if reason is None else reason in str(found)
 

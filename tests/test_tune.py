@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,14 +14,15 @@ from mlx_moe.cli import main
 from mlx_moe.cli import tune as cli
 from mlx_moe.cost import expert_of
 from mlx_moe.devices import NUMBERS, Device, Number, load_device, read_device
-from mlx_moe.errors import CorruptFile, InvalidArgument
+from mlx_moe.errors import CorruptFile, InvalidArgument, MissingDependency
 from mlx_moe.layer_facts import WeightFacts
 from mlx_moe.machine import has_packed_copies
 from mlx_moe.measured import Measurements, Sample
 from mlx_moe.plan import Plan
 from mlx_moe.planner import make_plan
-from mlx_moe.tune import DEFAULT, Effort, cache_bytes, save, shape_of, tune
+from mlx_moe.tune import DEFAULT, MAKERS, Effort, cache_bytes, save, shape_of, tune
 from mlx_moe.tune_cold import Shape, random_layer, routing
+from mlx_moe.tune_coreml import CoreMLPrograms
 from mlx_moe.tune_fit import cold_numbers, static_numbers
 from mlx_moe.tune_static import saved_share
 
@@ -414,9 +416,86 @@ def test_refusals(own: Path, little, capsys, arguments, named: str) -> None:
     assert named in error and "Traceback" not in error and not own.exists()
 
 
-def test_another_static_executor() -> None:
-    with pytest.raises(InvalidArgument, match="'ane'; expected one of auto, none, host"):
+def test_other_static_executors(monkeypatch) -> None:
+    with pytest.raises(InvalidArgument, match="'ane'; expected one of auto, none, host, coreml"):
         tune(SMALL, static="ane")
+    monkeypatch.setattr("mlx_moe.tune.coreml_missing", lambda: "no Core ML at all")
+    with pytest.raises(MissingDependency, match="--static coreml: no Core ML at all"):
+        tune(SMALL, static="coreml")
+
+
+def test_an_apple_machine_without_core_ml(monkeypatch) -> None:
+    """The cold path is measured, the static executor's numbers stay assumed."""
+    monkeypatch.setattr("mlx_moe.tune.this_device", lambda: "m2-max")
+    monkeypatch.setattr("mlx_moe.tune.coreml_missing", lambda: "none here")
+    device, built_in = tune(SMALL, effort=LITTLE), load_device("m2-max")
+    assert device.executor == "static" and device.name == "m2-max-tuned"
+    measured = {name for name, number in device.numbers.items() if number.measured}
+    assert measured == {"cold_flops", "cold_bandwidth", "cold_seconds", "memory_bytes"}
+    for name in device.numbers.keys() - measured:
+        assert device.numbers[name] == built_in.numbers[name]
+    assert device.by_measurement() is None
+
+
+class Tried:
+    """Stands in for the process that compiles a package and loads it first."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict] = []
+
+    def request(self, request: dict) -> dict:
+        self.requests.append(request)
+        on = {"ane": [9, 6], "gpu": [0, 0], "cpu": [1, 0], "other": [0, 0]}
+        split = {"ane": [0, 0], "gpu": [9, 6], "cpu": [1, 0], "other": [0, 0]}
+        return {"placement": {"32": on, "64": split if request["groups"] == 2 else on}}
+
+    def close(self) -> None:
+        self.requests.append({})
+
+
+def test_core_ml_programs(tmp_path: Path, monkeypatch, caplog) -> None:
+    """Real packages; Core ML itself is a stand-in that computes nothing."""
+    pytest.importorskip("coremltools")
+    loaded: list[tuple] = []
+
+    class Executor:
+        def load(self, *arguments: object) -> int:
+            loaded.append(arguments)
+            return len(loaded) - 1
+
+        def submit(self, tiles: list) -> SimpleNamespace:
+            for program, x, out in tiles:
+                _, groups, width, *_ = loaded[program]
+                assert x.shape == out.shape and x.shape[0::2] == (groups, width)
+            return SimpleNamespace(wait=lambda: [""] * len(tiles))
+
+    tried = Tried()
+    monkeypatch.setattr("mlx_moe.tune.this_device", lambda: "m2-max")
+    monkeypatch.setattr("mlx_moe.tune.coreml_missing", lambda: None)
+    monkeypatch.setitem(
+        MAKERS,
+        "coreml",
+        lambda path: CoreMLPrograms(
+            path, system=SimpleNamespace(CoreMLExecutor=Executor), trials=tried
+        ),
+    )
+    device = tune(SMALL, effort=LITTLE)
+    assert device.executor == "static" and device.measurements.has("static")
+    *requests, closed = tried.requests
+    assert closed == {} and [r["groups"] for r in requests] == [1, 1, 2, 2]
+    assert [sorted(r["functions"]) for r in requests] == [
+        ["32"],
+        ["32", "64"],
+        ["32", "64"],
+        ["64"],
+    ]
+    assert loaded[1][0] == {
+        32: (requests[1]["compiled"], "c32"),
+        64: (requests[1]["compiled"], "c64"),
+    }
+    assert loaded[1][1:] == (1, 64, "x", "y")
+    assert "prefers, of 6 convolutions, 6 for the GPU" in caplog.text
+    assert not Path(requests[0]["package"]).parent.exists()
 
 
 @pytest.mark.parametrize(("load", "said"), [(0.1, False), (9.0, True)])

@@ -153,8 +153,8 @@ def coreml_missing() -> str | None:
     found = tuple(int(part) for part in platform.mac_ver()[0].split(".")[:2] if part.isdigit())
     if found < CORE_ML:
         return f"needs macOS {CORE_ML[0]} or newer, and this is {platform.mac_ver()[0]}"
-    if not hasattr(core, "CoreMLExecutor"):
-        return "this build of mlx_moe has no Core ML executor"
+    if reason := core.coreml_missing():
+        return reason
     if find_spec("coremltools") is None:
         return "coremltools, which writes its programs, is not installed: pip install coremltools"
     return None

@@ -14,14 +14,14 @@ from . import core, tune_cold, tune_fit
 from .cost import Expert
 from .devices import NUMBERS, Device, Number, builtin, this_device
 from .durable import write_json
-from .errors import InvalidArgument, MoEError
+from .errors import InvalidArgument, MissingDependency, MoEError
 from .layer_facts import LayerFacts, WeightFacts
-from .machine import chip, memory_bytes
+from .machine import chip, coreml_missing, memory_bytes
 from .measured import Measurements, Sample
 from .tune_cold import ColdPath, Shape
-from .tune_static import StaticPath, read_bandwidth
+from .tune_static import HostPrograms, Programs, StaticPath, read_bandwidth
 
-STATICS = ("auto", "none", "host")
+STATICS = ("auto", "none", "host", "coreml")
 EXPERTS, TOP_K = 16, 8  # with a load in each call
 DEFAULT = Shape(2048, 768, EXPERTS, TOP_K, WeightFacts("affine", 4, 64, "bfloat16"))
 DEFAULT_CACHE = 32 << 20  # bytes, where the system does not say
@@ -62,8 +62,9 @@ def tune(
 
     Args:
         shape: of the experts that are measured.
-        static: "host" measures the executor that computes static programs on the CPU, for trying
-            plans; "none" leaves the static executor's numbers as built in; "auto" is "none".
+        static: "coreml" measures Core ML's programs, "host" the executor that computes them on
+            the CPU, for trying plans; "none" leaves the static executor's numbers as built in;
+            "auto" is "coreml" where there is a Neural Engine, else "none".
         quick: fewer sizes and repetitions.
         effort: what is measured, exactly.
         progress: show a bar on stderr.
@@ -73,13 +74,19 @@ def tune(
 
     Raises:
         InvalidArgument: another `static`, or experts of a format that cannot be made up.
+        MissingDependency: "coreml" without Core ML.
     """
     if static not in STATICS:
         raise InvalidArgument(f"static is {static!r}; expected one of {', '.join(STATICS)}")
     effort = effort or (QUICK if quick else FULL)
     base = builtin(this_device())
+    if static == "auto":
+        static = "coreml" if base.executor == "static" and coreml_missing() is None else "none"
+    if static == "coreml" and (missing := coreml_missing()) is not None:
+        raise MissingDependency(f"--static coreml: {missing}")
+    measures = static in MAKERS
     date = datetime.date.today().isoformat()
-    steps = len(effort.rows) + 3 + (len(effort.groups) + 2 if static == "host" else 0)
+    steps = len(effort.rows) + 3 + (len(effort.groups) + 2 if measures else 0)
     with tqdm(total=steps, unit="step", disable=not progress, leave=False) as bar:
 
         def step(what: str) -> None:
@@ -88,7 +95,7 @@ def tune(
 
         numbers, samples, overlap = _measure(shape, static, effort, base, step)
     source = _source(shape, date)
-    executor = "static" if static == "host" else base.executor
+    executor = "static" if measures else base.executor
     found = {
         name: Number(value, NUMBERS[executor][name], f"{source}{note}", True)
         for name, (value, note) in numbers.items()
@@ -126,14 +133,15 @@ def _measure(
     note = f"; plain reading reaches {bandwidth / 1e9:.1f} GB/s"
     numbers |= {name: (value, "") for name, value in fitted.items()}
     numbers["cold_bandwidth"] = (fitted["cold_bandwidth"], note)
-    if base.executor == "cpu" and static != "host":
+    if base.executor == "cpu" and static not in MAKERS:
         numbers["packed_speedup"] = _packed(shape, effort.repeats)
     step("copies")
     overlap = None
-    if static == "host":
-        own, found, overlap = _measure_static(shape, effort, cold, step)
+    if static in MAKERS:
+        own, found, overlap = _measure_static(shape, MAKERS[static], effort, cold, step)
         numbers |= own
-        numbers["on_chip_bytes"] = (cache_bytes(), "")
+        if static == "host":
+            numbers["on_chip_bytes"] = (cache_bytes(), "")
         samples += found
     return numbers, samples, overlap
 
@@ -146,10 +154,14 @@ def _packed(shape: Shape, repeats: int) -> tuple[float, str]:
 
 
 def _measure_static(
-    shape: Shape, effort: Effort, cold: ColdPath, step: Callable[[str], None]
+    shape: Shape,
+    make: Callable[[Path], Programs],
+    effort: Effort,
+    cold: ColdPath,
+    step: Callable[[str], None],
 ) -> tuple[dict[str, tuple[float, str]], list[Sample], float]:
     expert = Expert(shape.hidden, shape.inner, 3, False, cold.expert_bytes)
-    with closing(StaticPath()) as path:
+    with closing(StaticPath(make)) as path:
         dispatch, wait = path.dispatch(10 * effort.repeats)
         step("dispatch")
         samples: list[Sample] = []
@@ -168,6 +180,15 @@ def _measure_static(
     numbers = {name: (value, "") for name, value in fitted.items()}
     numbers["dispatch_seconds"], numbers["sync_seconds"] = (dispatch, ""), (wait, "")
     return numbers, samples, overlap
+
+
+def _coreml_programs(directory: Path) -> Programs:
+    from .tune_coreml import CoreMLPrograms
+
+    return CoreMLPrograms(directory)
+
+
+MAKERS: dict[str, Callable[[Path], Programs]] = {"host": HostPrograms, "coreml": _coreml_programs}
 
 
 def _assumed(name: str) -> Number:

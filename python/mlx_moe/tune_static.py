@@ -15,7 +15,7 @@ from . import core
 from .measured import Sample
 from .tune_cold import Shape, timed, timed_once
 
-SMALL = 32  # features and capacity of a program whose dispatch is all that it costs
+SMALL = 32  # features and capacity of a program that costs next to nothing but its dispatch
 AT_ONCE = (1, 2, 4, 8)
 
 
@@ -25,6 +25,7 @@ class Programs(Protocol):
     executor: Any
 
     def load(self, hidden: int, inner: int, experts: int, capacities: Sequence[int]) -> int: ...
+    def close(self) -> None: ...
 
 
 class HostPrograms:
@@ -50,6 +51,8 @@ class HostPrograms:
         loaded = self.executor.load(str(blob), hidden, inner, "swiglu", sorted(capacities), tensors)
         return int(loaded)
 
+    def close(self) -> None: ...
+
 
 class StaticPath:
     """Dispatches of programs; `close` deletes their files."""
@@ -59,6 +62,7 @@ class StaticPath:
         self.programs = make(Path(self._directory.name))
 
     def close(self) -> None:
+        self.programs.close()
         self._directory.cleanup()
 
     def dispatch(self, repeats: int) -> tuple[float, float]:

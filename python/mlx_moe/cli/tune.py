@@ -42,8 +42,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--static",
         choices=STATICS,
         default="auto",
-        help="host: also the executor that computes static programs on the CPU, a way to try "
-        "plans; needs --output (default: none)",
+        help="The static executor to measure too: coreml (auto: where there is a Neural Engine), "
+        "or host, which computes static programs on the CPU, a way to try plans; that one needs "
+        "--output (default: auto)",
     )
     parser.add_argument("--quick", action="store_true", help="Fewer sizes, fewer repetitions")
     add_json_option(parser)
