@@ -34,6 +34,7 @@ LAYERS, EXPERTS, TOP_K, WIDTH = 24, 32, 4, 1024
 GROUP = 64
 DOMAINS = 6
 CHUNK = 1 << 20
+PARTS_OF_IT = ("reads", "decode", "first", "memory", "full")
 
 
 def inner_for(size: int) -> int:
@@ -154,30 +155,32 @@ def throughput(path: Path, inner: int, direct: bool) -> float:
 
 
 def decode(store: ExpertStore, ids: np.ndarray) -> list[float]:
+    return through(list(store.layers.values()), ids)
+
+
+def through(layers: list[Any], ids: np.ndarray) -> list[float]:
     """Seconds of each token through all layers."""
-    forwards = [Glu(layer.experts) for layer in store.layers.values()]
+    forwards = [Glu(layer.experts) for layer in layers]
     x = mx.random.normal((1, WIDTH), key=mx.random.key(0)).astype(mx.bfloat16)
     scores = mx.full((1, TOP_K), 0.25, mx.bfloat16)
     mx.eval(x, scores)
     seconds = []
     for token in ids:
         begun = time.perf_counter()
-        for layer, forward, chosen in zip(store.layers.values(), forwards, token, strict=True):
+        for layer, forward, chosen in zip(layers, forwards, token, strict=True):
             mx.eval(layer.run(x, mx.array(chosen[None]), scores, forward))
         seconds.append(time.perf_counter() - begun)
     return seconds
 
 
-def resident_decode(path: Path, inner: int, ids: np.ndarray) -> list[float]:
-    """The same with stacked arrays in memory, as replaced layers have them."""
+def stacked(path: Path, inner: int) -> list[list[core.Matrix]]:
+    """Matrices over arrays in memory, as replaced layers have them."""
     tensors = mx.load(str(path))
     mx.eval(tensors)
-    matrices = [
+    return [
         [
             core.Matrix(
-                tensors[f"{x.name}.{name}.weight"],
-                tensors[f"{x.name}.{name}.scales"],
-                tensors[f"{x.name}.{name}.biases"],
+                *(tensors[f"{x.name}.{name}.{part}"] for part in PARTS[:3]),
                 bits=4,
                 group_size=GROUP,
             )
@@ -185,17 +188,16 @@ def resident_decode(path: Path, inner: int, ids: np.ndarray) -> list[float]:
         ]
         for x in stored(inner)
     ]
-    forward = Glu(stored(inner)[0])
-    x = mx.random.normal((1, WIDTH), key=mx.random.key(0)).astype(mx.bfloat16)
-    scores = mx.full((1, TOP_K), 0.25, mx.bfloat16)
-    mx.eval(x, scores)
-    seconds = []
-    for token in ids:
-        begun = time.perf_counter()
-        for layer, chosen in zip(matrices, token, strict=True):
-            mx.eval(forward.whole(x, mx.array(chosen[None]), scores, layer))
-        seconds.append(time.perf_counter() - begun)
-    return seconds
+
+
+class InMemory:
+    """A layer whose experts are all there, with the call of a stored one."""
+
+    def __init__(self, experts: StoredExperts, matrices: list[core.Matrix]):
+        self.experts, self.matrices = experts, matrices
+
+    def run(self, x: mx.array, ids: mx.array, scores: Any, forward: Glu) -> mx.array:
+        return forward.whole(x, ids, scores, self.matrices)
 
 
 def belady(ids: np.ndarray, slots: int) -> float:
@@ -256,6 +258,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=120, help="to decode (120)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure")
+    parser.add_argument("--parts", nargs="+", choices=PARTS_OF_IT, default=PARTS_OF_IT)
     parser.add_argument("--json")
     args = parser.parse_args()
     print_machine()
@@ -267,13 +270,19 @@ def main() -> None:
         drop_cache(path)
         total = open_total(path, inner)
         print(f"{total / 1e9:.2f} GB in {LAYERS} x {EXPERTS} experts, top-{TOP_K}")
-        measure_reads(path, inner, args.repeats, results)
-        measure_decode(path, inner, total, args.tokens, args.repeats, results)
-        measure_first(path, inner, total, Path(folder), args.repeats, results)
-        limit = total // 4
-        more = peak(path, inner, limit, 12) - limit
-        results["memory_beyond_limit"] = more
-        print(f"memory: limit {limit / 1e6:.0f} MB, peak {more / 1e6:+.0f} MB beyond it")
+        if "reads" in args.parts:
+            measure_reads(path, inner, args.repeats, results)
+        if "decode" in args.parts:
+            measure_decode(path, inner, total, args.tokens, args.repeats, results)
+        if "first" in args.parts:
+            measure_first(path, inner, total, Path(folder), args.repeats, results)
+        if "memory" in args.parts:
+            limit = total // 4
+            more = peak(path, inner, limit, 12) - limit
+            results["memory_beyond_limit"] = more
+            print(f"memory: limit {limit / 1e6:.0f} MB, peak {more / 1e6:+.0f} MB beyond it")
+        if "full" in args.parts:
+            measure_full(path, inner, args.tokens, args.repeats, results)
     write_json(args.json, results)
 
 
@@ -306,9 +315,8 @@ def measure_decode(
         "25 % lfu": (quarter, {"policy": "lfu", "prefetch": False}),
         "25 % lfu, counts": (quarter, {"policy": "lfu", "prefetch": False}),
         "25 % lfu, reads ahead": (quarter, {"policy": "lfu"}),
-        "100 %": (total, {"policy": "lru", "prefetch": False}),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ("resident", *sides)}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
     hits: dict[str, list[dict[str, Any]]] = {}
     for repeat in range(repeats):
         ids = draws(tokens, repeat)
@@ -320,11 +328,8 @@ def measure_decode(
             if name.endswith("counts"):
                 options = options | {"counts": copied(counts)}
             with open_store(path, inner, memory, direct=True, **options) as store:
-                if memory == total:
-                    decode(store, np.sort(all_experts(), axis=-1))
                 seconds[name].append(statistics.mean(decode(store, ids)))
                 hits.setdefault(name, []).append(store.stats())
-        seconds["resident"].append(statistics.mean(resident_decode(path, inner, ids)))
     base = statistics.median(seconds["no cache"])
     optimum = statistics.mean(best)
     print(f"decode, {tokens} tokens of {repeats} domains; belady hits {optimum:.3f}")
@@ -337,9 +342,28 @@ def measure_decode(
             line += f"  hits {rate:.3f}, {rate / optimum:.2f} x belady"
             line += f", ahead {ahead[0]} of {ahead[1]}"
         print(line)
-    ratio = statistics.median(seconds["resident"]) / statistics.median(seconds["100 %"])
-    print(f"  with all experts in slots {ratio:.2f} x the tokens/s of arrays in memory")
     results["decode"] = {"seconds": seconds, "stats": hits, "belady": best}
+
+
+def measure_full(path: Path, inner: int, tokens: int, repeats: int, results: Any) -> None:
+    """Every expert in a slot, against arrays in memory, in turns of ten tokens."""
+    matrices = stacked(path, inner)
+    memory = [InMemory(x, m) for x, m in zip(stored(inner), matrices, strict=True)]
+    with open_store(path, inner, 1 << 40, direct=True, prefetch=False) as store:
+        decode(store, all_experts())
+        sides: dict[str, list[Any]] = {"slots": list(store.layers.values()), "arrays": memory}
+        seconds: dict[str, list[float]] = {name: [] for name in sides}
+        for repeat in range(repeats):
+            ids = draws(tokens, repeat)
+            for part in range(0, len(ids), 10):
+                for name, layers in sides.items():
+                    seconds[name] += through(layers, ids[part : part + 10])
+    slots, arrays = (statistics.median(seconds[name]) for name in sides)
+    print(
+        f"all experts in memory: slots {format_seconds(slots)} a token, arrays "
+        f"{format_seconds(arrays)}: {arrays / slots:.2f} x their tokens/s"
+    )
+    results["full"] = seconds
 
 
 def copied(counts: Path) -> Path:

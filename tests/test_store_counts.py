@@ -132,6 +132,7 @@ from pathlib import Path
 from mlx_moe.store_counts import ExpertCounts
 counts = ExpertCounts([("a", 64), ("b", 64)])
 print("ready", flush=True)
+sys.stdin.readline()
 for i in range(int(sys.argv[2])):
     counts.add(0, np.array([[int(sys.argv[3])]]))
     counts.save(Path(sys.argv[1]))
@@ -140,25 +141,36 @@ for i in range(int(sys.argv[2])):
 
 def saver(path: Path, times: int, expert: int) -> subprocess.Popen[str]:
     arguments = [sys.executable, "-c", SAVING, str(path), str(times), str(expert)]
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
 
 
+def begin(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
 def test_processes_that_share_a_file_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "counts.npz"
-    processes = [saver(path, 40, expert) for expert in (1, 2)]
+    processes = [saver(path, 60, expert) for expert in (1, 2)]
+    for process in processes:
+        begin(process)
     for process in processes:
         assert process.wait(120) == 0
     uses = ExpertCounts.load(path).uses[0]
-    assert uses[1] == uses[2] == 40 and uses.sum() == 80
+    assert uses[1] == uses[2] == 60 and uses.sum() == 120
 
 
 def test_a_kill_while_saving_leaves_a_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "counts.npz"
     last = 0
-    for delay in (0.01, 0.03, 0.05, 0.08):
+    for delay in (0.01, 0.03, 0.06):
         process = saver(path, 100000, 1)
+        begin(process)
         time.sleep(delay)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
