@@ -1,6 +1,7 @@
 """`mlx_moe doctor`: models from their headers alone, by made-up checkpoints and real ones."""
 
 import http.server
+import inspect
 import io
 import json
 import os
@@ -17,12 +18,13 @@ import mlx_lm
 import mlx_lm.utils
 import pytest
 
+import mlx_moe
 from mlx_moe.cli import main
 from mlx_moe.doctor import doctor, machine_problems
 from mlx_moe.doctor_experts import expert_layers, top_k
 from mlx_moe.doctor_families import families, family_of, models_directory
 from mlx_moe.doctor_files import read_model
-from mlx_moe.doctor_memory import modes
+from mlx_moe.doctor_memory import can_stream, modes
 from mlx_moe.doctor_report import as_text
 from mlx_moe.errors import CorruptFile, HubError, ModelNotFound
 from mlx_moe.facts import layer_facts
@@ -247,6 +249,11 @@ def test_what_each_way_takes() -> None:
     assert all(mode.fits is None for mode in unknown)
     assert "plan, packed copies" not in {mode.name for mode in unknown}
     assert [m.name for m in modes(size, [], None, size, True, None)] == ["stock", "replaced"]
+
+
+def test_streaming_is_offered_where_there_is_an_argument_for_it() -> None:
+    arguments = inspect.signature(mlx_moe.replace_moe_layers).parameters
+    assert can_stream() == ("expert_memory" in arguments)
 
 
 @pytest.mark.parametrize(
@@ -589,7 +596,19 @@ def test_the_machine_alone(capsys) -> None:
 def test_what_to_do_with_too_large_a_model(tmp_path, monkeypatch, shapes, named: str) -> None:
     model = write_model(tmp_path / "model", shapes | {"m.weight": ("BF16", [1 << 17, 1 << 17])})
     monkeypatch.setattr("mlx_moe.machine.memory_bytes", lambda: 16 << 30)
-    monkeypatch.setattr("mlx_moe.doctor_memory.find_spec", lambda name: None)
+    monkeypatch.setattr("mlx_moe.doctor_memory.can_stream", lambda: False)
     report = doctor(str(model))
     assert report["ok"] and not report["model"]["modes"][0]["fits"]
     assert len(report["next"]) == 1 and named in report["next"][0]
+
+
+def test_what_to_do_with_too_many_experts(tmp_path, monkeypatch) -> None:
+    """All of them do not fit, and a quarter does."""
+    shapes = {name: (dtype, [512 * E, *sizes]) for name, (dtype, (_, *sizes)) in stacked(4).items()}
+    model = write_model(tmp_path / "model", shapes)
+    monkeypatch.setattr("mlx_moe.machine.memory_bytes", lambda: 10_000_000)
+    monkeypatch.setattr("mlx_moe.doctor_memory.can_stream", lambda: True)
+    report = doctor(str(model))
+    quarter = report["model"]["expert_bytes"] / 4 / 1e6  # of the experts alone
+    assert len(report["next"]) == 1
+    assert report["next"][0].endswith(f"--expert-memory {quarter:.0f}MB")

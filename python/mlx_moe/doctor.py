@@ -223,8 +223,9 @@ def _smaller(model: dict[str, Any], ways: dict[str, dict[str, Any]]) -> list[str
     name = model["name"]
     streaming = ways.get("expert streaming")
     if streaming and streaming["missing"] is None and streaming["fits"]:
-        size = streaming["memory"] / 1e9
-        return [f"{GENERATE.format(name)} --expert-memory {size:.0f}GB"]
+        bank = streaming["memory"] - (model["bytes"] - model["expert_bytes"])
+        size = f"{bank / 1e9:.1f}GB" if bank >= 1e9 else f"{bank / 1e6:.0f}MB"
+        return [f"{GENERATE.format(name)} --expert-memory {size}"]
     formats = {group["format"] for group in model["experts"]}
     if formats <= set(CONVERTIBLE):
         return [f"mlx_lm.convert --hf-path {name} -q    # to 4 bits, about a quarter of the size"]

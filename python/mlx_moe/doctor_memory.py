@@ -1,8 +1,10 @@
 """How much memory and disk each way of running a model takes, from its headers."""
 
+import ast
 import math
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from .cost import FP16, Expert
@@ -80,13 +82,26 @@ def modes(
     experts = sum(layer.bytes for layer in layers)
     least = sum(math.ceil(layer.bytes / layer.experts) * (top_k or 1) for layer in layers)
     bank = max(int(experts * STREAMED), least)
-    missing = None if find_spec("mlx_moe.store") else "not part of this version"
+    missing = None if can_stream() else "not part of this version"
     note = (
         f"a quarter of the experts in memory, the others read when needed; at least "
         f"{as_size(size - experts + least)}"
     )
     found.append(mode("expert streaming", size - experts + bank, size, missing, note))
     return found
+
+
+@cache
+def can_stream() -> bool:
+    """Whether `replace_moe_layers` takes `expert_memory`; its file is read, since importing it
+    would import mlx-lm."""
+    module = ast.parse((Path(__file__).parent / "replace.py").read_bytes())
+    return any(
+        argument.arg == "expert_memory"
+        for node in module.body
+        if isinstance(node, ast.FunctionDef) and node.name == "replace_moe_layers"
+        for argument in node.args.kwonlyargs
+    )
 
 
 def static_bytes(layers: list[ExpertLayer], weights: str) -> tuple[int, int]:
