@@ -65,7 +65,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(if $(CPP),$(BIN)/clang-format -i $(CPP))
 
-BENCHMARKS := bucket routing dispatch tiers overhead precision agreement memory layer model
+BENCHMARKS := bucket routing dispatch tiers store overhead precision agreement memory layer model
 
 # A forced OpenBLAS core type would slow the numpy that we compare with.
 bench: $(VENV)/.installed $(VENV)/.bench
