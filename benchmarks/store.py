@@ -23,8 +23,7 @@ import numpy as np
 from common import format_seconds, print_machine, write_json
 
 from mlx_moe import core
-from mlx_moe.cache_replay import replay
-from mlx_moe.cache_trace import TracedLayer, TraceRecorder
+from mlx_moe.cache_policies import Belady, Simulation
 from mlx_moe.store import ExpertStore
 from mlx_moe.store_files import PARTS, Checkpoint, Projection, StoredExperts
 from mlx_moe.store_forward import Glu
@@ -33,6 +32,7 @@ DATA = Path(__file__).parent / "data" / "gpt-oss-20b-experts.json.gz"
 LAYERS, EXPERTS, TOP_K, WIDTH = 24, 32, 4, 1024
 GROUP = 64
 DOMAINS = 6
+FILL = 24  # tokens that fill the slots, not timed
 CHUNK = 1 << 20
 PARTS_OF_IT = ("reads", "decode", "first", "memory", "full")
 
@@ -200,12 +200,14 @@ class InMemory:
         return forward.whole(x, ids, scores, self.matrices)
 
 
-def belady(ids: np.ndarray, slots: int) -> float:
-    recorder = TraceRecorder([TracedLayer(f"{i}", EXPERTS, TOP_K, 1) for i in range(LAYERS)])
-    for token in ids:
-        for layer, chosen in enumerate(token):
-            recorder.add(layer, chosen[None])
-    return replay(recorder.trace(), slots, "belady").decode.hit_rate
+def belady(before: np.ndarray, ids: np.ndarray, slots: int) -> float:
+    """Share of hits of the optimum over `ids`, when `before` came before them."""
+    first = np.arange(LAYERS)[:, None] * EXPERTS
+    steps = np.sort(np.concatenate([before, ids]).astype(np.int64) + first, axis=-1)
+    steps = steps.reshape(-1, TOP_K)
+    bank = Simulation(np.ones(LAYERS * EXPERTS), slots, Belady(LAYERS * EXPERTS, steps.ravel()))
+    outcomes = [bank.access(step) for step in steps][len(before) * LAYERS :]
+    return sum(o.hits for o in outcomes) / (len(ids) * LAYERS * TOP_K)
 
 
 def peak(path: Path, inner: int, memory: int, tokens: int) -> int:
@@ -319,8 +321,8 @@ def measure_decode(
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     hits: dict[str, list[dict[str, Any]]] = {}
     for repeat in range(repeats):
-        ids = draws(tokens, repeat)
-        best.append(belady(ids, LAYERS * EXPERTS // 4))
+        ids, before = draws(tokens, repeat), draws(FILL, repeat, seed=2)
+        best.append(belady(before, ids, LAYERS * EXPERTS // 4))
         counts = path.with_name(f"counts-{repeat}.npz")
         with open_store(path, inner, quarter, direct=True, counts=counts, policy="lfu") as store:
             decode(store, draws(64, repeat, seed=1))  # other tokens of the domain
@@ -328,8 +330,10 @@ def measure_decode(
             if name.endswith("counts"):
                 options = options | {"counts": copied(counts)}
             with open_store(path, inner, memory, direct=True, **options) as store:
+                decode(store, before)  # until the slots are full
+                first = store.stats()
                 seconds[name].append(statistics.mean(decode(store, ids)))
-                hits.setdefault(name, []).append(store.stats())
+                hits.setdefault(name, []).append(since(first, store.stats()))
     base = statistics.median(seconds["no cache"])
     optimum = statistics.mean(best)
     print(f"decode, {tokens} tokens of {repeats} domains; belady hits {optimum:.3f}")
@@ -364,6 +368,13 @@ def measure_full(path: Path, inner: int, tokens: int, repeats: int, results: Any
         f"{format_seconds(arrays)}: {arrays / slots:.2f} x their tokens/s"
     )
     results["full"] = seconds
+
+
+def since(first: dict[str, Any], stats: dict[str, Any]) -> dict[str, Any]:
+    names = ("hits", "misses", "prefetch_useful", "prefetch_issued", "bytes_read", "stall_seconds")
+    found = {name: stats[name] - first[name] for name in names}
+    asked = found["hits"] + found["misses"] + found["prefetch_useful"]
+    return found | {"hit_rate": found["hits"] / asked}
 
 
 def copied(counts: Path) -> Path:

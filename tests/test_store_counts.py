@@ -250,13 +250,13 @@ def test_what_the_next_layer_needs_is_read_ahead(tmp_path: Path) -> None:
 def test_reading_ahead_stays_only_where_it_helps(
     helps: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stalled = 0.0
-    trial = Trial(lambda: stalled)
+    stats = {"stall_seconds": 0.0, "prefetch_issued": 1000, "prefetch_useful": 0}
+    trial = Trial(lambda: dict(stats))
     sides = []
     with caplog.at_level(logging.INFO, logger="mlx_moe"):
         for _ in range(2 * WINDOWS * WINDOW + 100):
             sides.append(trial.on)
-            stalled += 0.001 if trial.on == helps else 0.002
+            stats["stall_seconds"] += 0.001 if trial.on == helps else 0.002
             trial.step()
     assert trial.decided is helps and trial.on is helps
     tried = sides[: 2 * WINDOWS * WINDOW]
@@ -296,3 +296,16 @@ def test_the_policy_is_chosen_by_what_was_decoded(tmp_path: Path) -> None:
     found = list(ExpertCounts.load(path).recent)
     assert len(found) == FEWEST + 12
     assert [token[0].tolist() for token in found[-2:]] == [[0, 1], [0, 2]]
+
+
+def test_wrong_guesses_end_reading_ahead_early(caplog: pytest.LogCaptureFixture) -> None:
+    for useful, goes_on in ((10, False), (100, True)):
+        stats = {"stall_seconds": 0.0, "prefetch_issued": 0, "prefetch_useful": 0}
+        trial = Trial(lambda stats=stats: dict(stats))
+        with caplog.at_level(logging.INFO, logger="mlx_moe"):
+            for _ in range(WINDOW):
+                stats["prefetch_issued"] += 6
+                trial.step()
+                stats["prefetch_useful"] = useful
+        assert trial.decided is (None if goes_on else False)
+    assert "10 of 138 guesses were right" in caplog.text

@@ -109,7 +109,7 @@ class ExpertStore:
             direct=direct,
             timeout=timeout,
         )
-        self.ahead = Ahead(self.counts, Trial(self._stalled), self._core.prefetch)
+        self.ahead = Ahead(self.counts, Trial(self._core.stats), self._core.prefetch)
         if not prefetch:
             self.ahead.trial.decided = False
         self.layers = {x.name: StoredLayer(self, i, x) for i, x in enumerate(layers)}
@@ -144,9 +144,6 @@ class ExpertStore:
                     f"{layer.name}: one token's {needed} experts take {needed * size:,} bytes, and "
                     f"the limit of expert memory is {self.memory:,}; raise it"
                 )
-
-    def _stalled(self) -> float:
-        return float(self._core.stats()["stall_seconds"])
 
     @property
     def total_bytes(self) -> int:

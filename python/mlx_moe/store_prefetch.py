@@ -17,6 +17,7 @@ MOST = 2  # times a token's experts, that are guessed at most
 WINDOW = 24  # tokens with reads ahead, then as many without
 WINDOWS = 4  # of each before a judgement
 GAIN = 0.02  # of the stall that reading ahead must save to stay
+GUESSES, RIGHT = 128, 0.4  # from so many guesses on, fewer right ones than this are not tried on
 
 
 class Trial:
@@ -26,12 +27,13 @@ class Trial:
         decided: None while it is tried, then whether to go on.
     """
 
-    def __init__(self, stalled: Callable[[], float]):
-        """stalled: seconds that forwards have waited for reads so far."""
+    def __init__(self, stats: Callable[[], dict[str, Any]]):
+        """stats: as of `core.Store`."""
         self.decided: bool | None = None
-        self._stalled = stalled
+        self._stats = stats
         self._steps = 0
-        self._since: float | None = None
+        self._first: dict[str, Any] = {}
+        self._since = 0.0
         self._seconds: dict[bool, list[float]] = {True: [], False: []}
 
     @property
@@ -45,16 +47,26 @@ class Trial:
         """A token was decoded."""
         if self.decided is not None:
             return
-        if self._since is None:
-            self._since = self._stalled()
+        if not self._steps:
+            self._first = self._stats()
+            self._since = self._first["stall_seconds"]
         on = self.on
         self._steps += 1
         if self._steps % WINDOW:
             return
-        now = self._stalled()
-        self._seconds[on].append(now - self._since)
-        self._since = now
-        if len(self._seconds[False]) == WINDOWS:
+        now = self._stats()
+        self._seconds[on].append(now["stall_seconds"] - self._since)
+        self._since = now["stall_seconds"]
+        issued, useful = (now[k] - self._first[k] for k in ("prefetch_issued", "prefetch_useful"))
+        if issued >= GUESSES and useful < RIGHT * issued:
+            self.decided = False
+            log.info(
+                "reading experts ahead does not help here (%d of %d guesses were right): it is "
+                "off now",
+                useful,
+                issued,
+            )
+        elif len(self._seconds[False]) == WINDOWS:
             self._decide()
 
     def _decide(self) -> None:
