@@ -1,18 +1,12 @@
 """A process that writes packages: `python -m mlx_moe.compile_worker`, and its client.
 
-Requests and replies are lines of JSON on its standard input and output. It ends when its input
-does, so that nothing outlives a killed parent, and it publishes nothing itself.
+It publishes nothing itself.
 """
 
-import contextlib
 import errno
-import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 import threading
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +16,7 @@ import numpy as np
 
 from . import errors
 from .activations import Activation
+from .child import Child, serve
 from .coreml import function_name, write_package
 from .durable import file_sha256, sync_directory
 from .errors import CorruptArtifact, DiskFull, MoEError
@@ -157,13 +152,12 @@ def settle(path: Path) -> dict[str, File]:
     return dict(sorted(files.items()))
 
 
-class Worker:
+class Worker(Child):
     """A worker process, started at the first request. Any thread may close it, for good."""
 
     def __init__(self) -> None:
+        super().__init__([sys.executable, "-m", __name__], TQDM_DISABLE="1")
         self._closed, self._lock = False, threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
-        self._log: Any = None
 
     def request(self, request: dict[str, Any]) -> dict[str, Any]:
         """Have one package built; raises what `build` does, or MoEError if the process ended."""
@@ -172,74 +166,36 @@ class Worker:
                 raise MoEError("the worker is closed")
             if self._process is None:
                 self._start()
-        assert self._process and self._process.stdin and self._process.stdout
-        line = ""
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        if not line:
+        reply, _ = self._exchange(request)
+        if reply is None:
             raise MoEError(self._ended(request["id"]))
-        reply: dict[str, Any] = json.loads(line)
         if "error" not in reply:
-            return reply
+            return dict(reply)
         raise getattr(errors, reply["error"], MoEError)(reply["message"])
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            for stream in (self._process.stdin, self._process.stdout, self._log):
-                with contextlib.suppress(OSError):
-                    stream.close()  # type: ignore[union-attr]
-            self._process = None
-
-    def _start(self) -> None:
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        root = str(Path(__file__).parent.parent)  # the package as it is imported here
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env={**os.environ, "TQDM_DISABLE": "1", "PYTHONPATH": os.pathsep.join(paths)},
-        )
+        super().close()
 
     def _ended(self, group: str) -> str:
-        assert self._process is not None
-        code = self._process.wait()
-        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        self._log.seek(0)
-        last = (self._log.read().strip().splitlines() or ["nothing was logged"])[-1]
+        how, last = self._how_it_ended()
         return (
-            f"a worker ended ({how}) while it wrote group {group!r}: {last}; if memory was short, "
-            "compile with fewer workers: what is finished is kept"
+            f"a worker ended ({how}) while it wrote group {group!r}: "
+            f"{last or 'nothing was logged'}; if memory was short, compile with fewer workers: "
+            "what is finished is kept"
         )
 
 
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which closes us
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no reply
-    for line in sys.stdin:
-        try:
-            reply = build(json.loads(line))
-        except Exception as error:
-            ours = isinstance(error, MoEError)
-            reply = {
-                "error": type(error).__name__ if ours else "MoEError",
-                "message": str(error) if ours else _foreign(json.loads(line)["id"], error),
-            }
-        print(json.dumps(reply), file=replies, flush=True)
-
-
-def _foreign(group: str, error: Exception) -> str:
-    return f"writing group {group!r} failed: {type(error).__name__}: {error}"
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return build(request)
+    except MoEError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+    except Exception as error:
+        what = f"writing group {request['id']!r} failed: {type(error).__name__}: {error}"
+        return {"error": "MoEError", "message": what}
 
 
 if __name__ == "__main__":
-    main()
+    serve(answer)

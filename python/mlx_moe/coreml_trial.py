@@ -1,25 +1,19 @@
 """A process that compiles a package, loads it and predicts once: `python -m mlx_moe.coreml_trial`.
 
 The first load is the slow one, in which Core ML specialises a model for this machine, and where
-it crashes if it does; this process takes that for its parent. Requests and replies are lines of
-JSON on its standard input and output. Its client is below.
+it crashes if it does; this process takes that for its parent. Its client is below.
 """
 
 import contextlib
-import json
-import os
-import select
 import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from .child import Child, serve
 from .errors import MoEError
 
 SECONDS = 900.0  # for one package; first loads of minutes are reported
@@ -59,85 +53,46 @@ def try_package(request: dict[str, Any], core: Any) -> dict[str, Any]:
     return {"placement": placement}
 
 
-class Trials:
+class Trials(Child):
     """A process of this module, started at the first request and again after each crash."""
 
     def __init__(self, command: Sequence[str] = (), seconds: float = SECONDS):
         """`command` and `seconds` (that a request may take) are for tests."""
-        self._command = list(command) or [sys.executable, "-m", __name__]
+        super().__init__(command or [sys.executable, "-m", __name__])
         self._seconds = seconds
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log: Any = None
 
     def request(self, request: dict[str, Any]) -> dict[str, Any]:
         """Have one package tried; MoEError says why it failed, a crash and a hang included."""
         if self._process is None:
             self._start()
-        assert self._process and self._process.stdin and self._process.stdout
-        line, late = b"", False
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-            late = not select.select([self._process.stdout], [], [], self._seconds)[0]
-            line = b"" if late else self._process.stdout.readline()
-        if not line:
+        reply, late = self._exchange(request, self._seconds)
+        if reply is None:
             raise MoEError(f"{request['package']}: {self._ended(late)}")
-        reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
             raise MoEError(reply["error"])
-        return reply
-
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            for stream in (self._process.stdin, self._process.stdout, self._log):
-                with contextlib.suppress(OSError):
-                    stream.close()  # type: ignore[union-attr]
-            self._process = None
-
-    def _start(self) -> None:
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        root = str(Path(__file__).parent.parent)  # the package as it is imported here
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        )
+        return dict(reply)
 
     def _ended(self, late: bool) -> str:
         """How the process ended, which is over then; it is started anew for the next request."""
-        assert self._process is not None
         if late:
             how = f"took more than {self._seconds:.0f} seconds"
         else:
-            code = self._process.wait()
-            name = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-            self._log.seek(0)
-            said = self._log.read().decode(errors="replace").strip().splitlines()
-            how = f"crashed ({name}){': ' + said[-1] if said else ''}"
+            code, last = self._how_it_ended()
+            how = f"crashed ({code}){': ' + last if last else ''}"
         self.close()
         return f"its first load {how}, in a process of its own"
 
 
-def main() -> None:
+def answer(request: dict[str, Any]) -> dict[str, Any]:
     from . import core
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which closes us
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the system prints is no reply
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            reply = try_package(request, core)
-        except Exception as error:
-            ours = isinstance(error, MoEError)
-            reply = {"error": f"{'' if ours else type(error).__name__ + ': '}{error}"}
-        print(json.dumps(reply), file=replies, flush=True)
+    try:
+        return try_package(request, core)
+    except MoEError as error:
+        return {"error": str(error)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 if __name__ == "__main__":
-    main()
+    serve(answer)
