@@ -105,6 +105,19 @@ def trust_option(load: Callable[..., Any], trusted: bool) -> dict[str, Any]:
     return {"trust_remote_code": trusted} if known else {}
 
 
+def load_stock(name: str, trusted: bool) -> tuple[Any, Any, dict[str, Any], Path]:
+    """Model, tokenizer and config as stock mlx-lm loads them, and the directory they came from."""
+    with missing_model_is_an_error(name):
+        directory = Path(mlx_lm.utils._download(name))
+        loaded: Any = mlx_lm.utils.load(
+            name,
+            tokenizer_config={"trust_remote_code": trusted},
+            return_config=True,
+            **trust_option(mlx_lm.utils.load, trusted),
+        )
+    return *loaded, directory
+
+
 def replace_dense(model: nn.Module, backend: str) -> Replacement | None:
     """Replace the dense layers where MLX computes on the CPU and `backend` lets us."""
     if backend == "stock" or mx.default_device() != mx.Device(mx.cpu):

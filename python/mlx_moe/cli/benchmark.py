@@ -2,25 +2,25 @@
 
 import argparse
 import platform
-import sys
 from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
-import mlx_lm.utils
 import numpy as np
 
 from .. import core
 from ..energy import open_meter
-from ..loading import missing_model_is_an_error, replace_layers, trust_option
+from ..loading import load_stock, replace_layers
 from ..replace import resolve_backend
 from ..tables import table
 from .common import (
     add_backend_option,
     add_json_option,
-    check_json_target,
+    add_trust_option,
+    check_targets,
     command,
     positive,
+    say,
     write_json,
 )
 from .energy_report import as_text as energy_text
@@ -55,9 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         "machine), processor seconds and cycles",
     )
     add_json_option(parser)
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="Allow a model that brings its own code"
-    )
+    add_trust_option(parser)
     add_backend_option(parser)
     return parser
 
@@ -65,16 +63,9 @@ def build_parser() -> argparse.ArgumentParser:
 @command
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    check_json_target(args.json)
+    check_targets(json=args.json)
     resolve_backend(args.backend)
-    with missing_model_is_an_error(args.model):
-        loaded: Any = mlx_lm.utils.load(
-            args.model,
-            tokenizer_config={"trust_remote_code": args.trust_remote_code},
-            return_config=True,
-            **trust_option(mlx_lm.utils.load, args.trust_remote_code),
-        )
-    model, _, config = loaded
+    model, _, config, _ = load_stock(args.model, args.trust_remote_code)
     workload = Workload(
         vocabulary=config.get("vocab_size") or config["text_config"]["vocab_size"],
         batch_size=args.batch_size,
@@ -100,9 +91,8 @@ def main(argv: list[str] | None = None) -> int:
     }
     if energy is not None:
         report["energy"] = energy
-    print(as_text(report), file=sys.stderr if args.json == "-" else sys.stdout)
-    if args.json is not None:
-        write_json(report, args.json)
+    say(as_text(report), args.json)
+    write_json(report, args.json)
     return 0
 
 

@@ -11,7 +11,7 @@ from ..cache import KINDS, Entry
 from ..errors import MoEError
 from ..machine import as_size
 from ..tables import table
-from .common import add_json_option, check_json_target, command, write_json
+from .common import add_json_option, check_targets, command, say, write_json
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -41,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
 @command
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    check_json_target(args.json)
+    check_targets(json=args.json)
     found = cache.entries(args.kinds or KINDS)
     if args.action == "list":
         return show({"directory": str(cache.cache_dir())}, "entries", found, args.json)
@@ -67,11 +67,9 @@ def agreed(found: list[Entry]) -> bool:
 def show(report: dict[str, Any], key: str, shown: list[Entry], target: str | None) -> int:
     text = f"{as_text(shown)}\n" if shown else ""
     what = "deleted " if key == "deleted" else ""
-    line = f"{text}{what}{summary(shown)} in {report['directory']}"
-    print(line, file=sys.stderr if target == "-" else sys.stdout)
-    if target is not None:
-        report["bytes"] = sum(entry.bytes for entry in shown)
-        write_json(report | {key: [entry.as_dict() for entry in shown]}, target)
+    say(f"{text}{what}{summary(shown)} in {report['directory']}", target)
+    report["bytes"] = sum(entry.bytes for entry in shown)
+    write_json(report | {key: [entry.as_dict() for entry in shown]}, target)
     return 0
 
 

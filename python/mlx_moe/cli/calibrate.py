@@ -7,21 +7,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import mlx_lm.utils
 import numpy as np
 
 from .. import hub
 from ..calibration import Calibration
 from ..calibration_run import CHUNK, DOCUMENT, SAVE_EVERY, calibrate
 from ..calibration_state import state_path
-from ..errors import MoEError
-from ..loading import missing_model_is_an_error, replace_layers, trust_option
+from ..loading import load_stock, replace_layers
 from ..replace import resolve_backend
 from ..skew import cold, gini, top_share
 from ..tables import table
 from ..text import TextFiles, text_files
-from .benchmark import positive, write_json
-from .common import add_backend_option, command
+from .common import (
+    add_backend_option,
+    add_json_option,
+    add_trust_option,
+    check_targets,
+    command,
+    positive,
+    say,
+    write_json,
+)
 
 HEADER = (
     "layer",
@@ -80,12 +86,8 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="Use prompts as they are, without the tokenizer's chat template",
     )
-    parser.add_argument(
-        "--json", metavar="FILE", help="Write the table as JSON to FILE, or to stdout for '-'"
-    )
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="Allow a model that brings its own code"
-    )
+    add_json_option(parser)
+    add_trust_option(parser)
     add_backend_option(parser)
     return parser
 
@@ -93,13 +95,10 @@ def build_parser() -> argparse.ArgumentParser:
 @command
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    for option, path in (("--output", args.output), ("--json", args.json)):
-        local = path not in (None, "-") and not hub.is_uri(path)
-        if local and not Path(path).absolute().parent.is_dir():
-            raise MoEError(f"{option} {path}: there is no such directory to write it in")
+    check_targets(output=None if hub.is_uri(args.output) else args.output, json=args.json)
     resolve_backend(args.backend)
     text_files(args.data)  # says what is missing before a model is loaded
-    model, tokenizer, directory = load(args.model, args.trust_remote_code)
+    model, tokenizer, _, directory = load_stock(args.model, args.trust_remote_code)
     replace_layers(model, args.backend)
     corpus = TextFiles(args.data, tokenizer, args.max_document, args.ignore_chat_template)
     with hub.output(args.output, args.upload) as out, saying_what_is_kept(out):
@@ -117,9 +116,8 @@ def main(argv: list[str] | None = None) -> int:
             progress=True,
         )
     report = summary(calibration, args.output)
-    print(as_text(report), file=sys.stderr if args.json == "-" else sys.stdout)
-    if args.json is not None:
-        write_json(report, args.json)
+    say(as_text(report), args.json)
+    write_json(report, args.json)
     return 0
 
 
@@ -132,18 +130,6 @@ def saying_what_is_kept(out: Path) -> Iterator[None]:
         if state_path(out).exists():
             print(f"{state_path(out)} has the counts: the same command goes on", file=sys.stderr)
         raise
-
-
-def load(name: str, trusted: bool) -> tuple[Any, Any, Path]:
-    """Model and tokenizer as stock mlx-lm loads them, and the directory they came from."""
-    with missing_model_is_an_error(name):
-        directory = Path(mlx_lm.utils._download(name))
-        model, tokenizer, *_ = mlx_lm.utils.load(
-            name,
-            tokenizer_config={"trust_remote_code": trusted},
-            **trust_option(mlx_lm.utils.load, trusted),
-        )
-    return model, tokenizer, directory
 
 
 def summary(calibration: Calibration, output: str) -> dict[str, Any]:

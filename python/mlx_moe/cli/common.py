@@ -11,6 +11,7 @@ from importlib.metadata import EntryPoint, distribution
 from pathlib import Path
 from typing import Any
 
+from ..durable import whole
 from ..errors import InvalidArgument, MoEError
 from ..static import IMPORTANCES, OVERFLOWS
 
@@ -43,6 +44,10 @@ def add_plan_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--artifacts", metavar="DIR", help="What `mlx_moe compile` wrote for the plan, or hf://..."
     )
+    add_overflow_options(parser)
+
+
+def add_overflow_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--overflow",
         choices=OVERFLOWS,
@@ -89,21 +94,32 @@ def add_json_option(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--json", metavar="FILE", help="Write JSON to FILE, or to stdout for '-'")
 
 
-def check_json_target(target: str | None) -> None:
-    """Before the work: raise MoEError where --json names a file that cannot be made."""
-    if target not in (None, "-") and not Path(str(target)).absolute().parent.is_dir():
-        raise MoEError(f"--json {target}: there is no such directory to write it in")
+def add_trust_option(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="Allow a model that brings its own code"
+    )
 
 
-def write_json(report: Any, target: str) -> None:
+def check_targets(**paths: str | None) -> None:
+    """Before the work: raise MoEError where an option names a file in no directory."""
+    for option, path in paths.items():
+        if path not in (None, "-") and not Path(str(path)).absolute().parent.is_dir():
+            raise MoEError(f"--{option} {path}: there is no such directory to write it in")
+
+
+def say(text: object, json_target: str | None) -> None:
+    """Print to stdout, or to stderr where the JSON goes to stdout."""
+    print(text, file=sys.stderr if json_target == "-" else sys.stdout)
+
+
+def write_json(report: Any, target: str | None) -> None:
+    """To a file, whole or not at all, to stdout for "-", nowhere for None."""
     text = json.dumps(report, indent=1) + "\n"
     if target == "-":
         sys.stdout.write(text)
-        return
-    path = Path(target)
-    scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_text(text)
-    scratch.replace(path)
+    elif target is not None:
+        with whole(Path(target)) as scratch:
+            scratch.write_text(text)
 
 
 def command(main: Callable[[list[str] | None], int]) -> Callable[[list[str] | None], int]:

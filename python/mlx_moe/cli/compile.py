@@ -11,8 +11,7 @@ from ..coreml import WEIGHTS
 from ..manifest import Manifest
 from ..plan import read_plan
 from ..tables import table
-from .benchmark import positive, write_json
-from .common import command
+from .common import add_json_option, add_trust_option, command, positive, write_json
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -44,10 +43,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--upload", metavar="HF_URI", help="Also put the artifacts on the hub, at hf://..."
     )
-    parser.add_argument("--json", metavar="FILE", help="Write JSON to FILE, or to stdout for '-'")
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="Allow a model that brings its own code"
-    )
+    add_json_option(parser)
+    add_trust_option(parser)
     return parser
 
 
@@ -79,8 +76,7 @@ def main(argv: list[str] | None = None) -> int:
 def report(target: str | None, value: dict[str, Any], text: str) -> int:
     if target != "-":
         print(text)
-    if target is not None:
-        write_json(value, target)
+    write_json(value, target)
     return 0
 
 

@@ -1,11 +1,10 @@
 """`mlx_moe doctor`: what this machine can do, whether a model is supported, what to do next."""
 
 import argparse
-import sys
 
 from ..doctor import doctor
 from ..doctor_report import as_text
-from .common import add_json_option, check_json_target, command, write_json
+from .common import add_json_option, check_targets, command, say, write_json
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -26,9 +25,8 @@ def build_parser() -> argparse.ArgumentParser:
 @command
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    check_json_target(args.json)
+    check_targets(json=args.json)
     report = doctor(args.model)
-    print(as_text(report), file=sys.stderr if args.json == "-" else sys.stdout)
-    if args.json is not None:
-        write_json(report, args.json)
+    say(as_text(report), args.json)
+    write_json(report, args.json)
     return 0 if report["ok"] else 1

@@ -2,12 +2,9 @@
 
 import argparse
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 from .. import hub
-from ..errors import MoEError
 from ..evaluation_data import read_sources
 from ..evaluation_plot import plot
 from ..evaluator import (
@@ -19,12 +16,20 @@ from ..evaluator import (
     evaluate,
 )
 from ..figures import require_matplotlib
+from ..loading import load_stock
 from ..replace import resolve_backend
-from ..static import IMPORTANCES, OVERFLOWS
 from ..text import text_files
-from .benchmark import machine, positive, write_json
-from .calibrate import load
-from .common import command
+from .benchmark import machine
+from .common import (
+    add_json_option,
+    add_overflow_options,
+    add_trust_option,
+    check_targets,
+    command,
+    positive,
+    say,
+    write_json,
+)
 
 FACTORS = (0.5, 0.75, 1.0)
 
@@ -69,18 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="Shares of each tier's capacity to try beside the plan as it is (default: "
         f"{' '.join(f'{f:g}' for f in FACTORS)} with --overflow prune, else none)",
     )
-    parser.add_argument(
-        "--overflow",
-        choices=OVERFLOWS,
-        default="spill",
-        help="Assignments beyond capacity: computed on the cold path, or left out (default: spill)",
-    )
-    parser.add_argument(
-        "--importance",
-        choices=IMPORTANCES,
-        default="router",
-        help="What pruning goes by: router scores or the norm of the input (default: router)",
-    )
+    add_overflow_options(parser)
     parser.add_argument(
         "--random-control",
         action="store_true",
@@ -106,13 +100,11 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="Report even where nothing ran on the static executor",
     )
-    parser.add_argument("--json", metavar="FILE", help="Write JSON to FILE, or to stdout for '-'")
+    add_json_option(parser)
     parser.add_argument(
         "--plot", metavar="FILE", help="Accuracy and drop rate over the capacity factor"
     )
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="Allow a model that brings its own code"
-    )
+    add_trust_option(parser)
     parser.add_argument(
         "--backend",
         choices=("auto", "stock", "cpu", "host"),
@@ -128,16 +120,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     factors = factors_of(parser, args)
-    for option, path in (("--json", args.json), ("--plot", args.plot)):
-        if path not in (None, "-") and not Path(path).absolute().parent.is_dir():
-            raise MoEError(f"{option} {path}: there is no such directory to write it in")
+    check_targets(json=args.json, plot=args.plot)
     if args.plot:
         require_matplotlib()
     resolve_backend(args.backend)
     text_files(args.data)  # says what is missing before a model is loaded
     plan = args.plan and hub.resolve(args.plan)
     artifacts = args.artifacts and hub.resolve(args.artifacts)
-    model, tokenizer, directory = load(args.model, args.trust_remote_code)
+    model, tokenizer, _, directory = load_stock(args.model, args.trust_remote_code)
     evaluation = evaluate(
         model,
         tokenizer,
@@ -165,9 +155,8 @@ def main(argv: list[str] | None = None) -> int:
         "machine": machine(),
         **evaluation.as_dict(),
     }
-    print(evaluation, file=sys.stderr if args.json == "-" else sys.stdout)
-    if args.json is not None:
-        write_json(report, args.json)
+    say(evaluation, args.json)
+    write_json(report, args.json)
     if args.plot:
         plot(evaluation, args.plot)
     return 0

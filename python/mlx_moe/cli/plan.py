@@ -2,21 +2,17 @@
 
 import argparse
 import re
-import sys
-from pathlib import Path
 
 from .. import hub
 from ..calibration import Calibration
 from ..chunks import chunk_loads
 from ..devices import AUTO, load_device, names
-from ..errors import MoEError
 from ..figures import require_matplotlib
 from ..plan import WEIGHTS
 from ..plan_report import as_text, report
 from ..planner import make_plan
 from ..plots import plot_plan
-from .benchmark import positive, write_json
-from .common import command
+from .common import add_json_option, check_targets, command, positive, say, write_json
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -83,17 +79,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--upload", metavar="HF_URI", help="Also put the plan on the hub, at hf://..."
     )
-    parser.add_argument("--json", metavar="FILE", help="Write JSON to FILE, or to stdout for '-'")
+    add_json_option(parser)
     return parser
 
 
 @command
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    for option, path in (("--output", args.output), ("--json", args.json)):
-        local = path not in (None, "-") and not hub.is_uri(path)
-        if local and not Path(path).absolute().parent.is_dir():
-            raise MoEError(f"{option} {path}: there is no such directory to write it in")
+    check_targets(output=None if hub.is_uri(args.output) else args.output, json=args.json)
     device = load_device(args.device)
     if args.plot is not None:
         require_matplotlib()  # before the work
@@ -118,9 +111,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.plot is not None:
         pictures = plot_plan(plan, chunk_loads(calibration, plan.chunk), args.plot)
         lines.append(f"pictures: {', '.join(map(str, pictures))}")
-    print("\n".join(lines), file=sys.stderr if args.json == "-" else sys.stdout)
-    if args.json is not None:
-        write_json(found, args.json)
+    say("\n".join(lines), args.json)
+    write_json(found, args.json)
     return 0
 
 

@@ -2,18 +2,16 @@
 
 import argparse
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from ..cache_replay import CHOICES, Replay, replay, smallest_budget
 from ..cache_trace import Trace
-from ..errors import InvalidArgument, MoEError
+from ..errors import InvalidArgument
 from ..machine import as_size
 from ..tables import table
-from .common import add_json_option, check_json_target, command, write_json
+from .common import add_json_option, check_targets, command, say, write_json
 from .plan import size
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
@@ -54,25 +52,23 @@ def build_parser() -> argparse.ArgumentParser:
 @command
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    check_json_target(args.json)
+    check_targets(json=args.json)
     if args.plot is not None:
         from ..figures import require_matplotlib
 
         require_matplotlib()  # before the work
-        if not Path(args.plot).absolute().parent.is_dir():
-            raise MoEError(f"--plot {args.plot}: there is no such directory to write it in")
+        check_targets(plot=args.plot)
     trace = Trace.load(args.trace)
     if not len(trace):
         raise InvalidArgument(f"{args.trace} has no forwards")
     report = run(trace, budgets(trace, args.budget), args.policy, args.bandwidth)
-    print(as_text(report), file=sys.stderr if args.json == "-" else sys.stdout)
+    say(as_text(report), args.json)
     if args.plot is not None:
         from ..cache_plot import plot
 
         plot(report, args.plot)
-        print(f"picture: {args.plot}", file=sys.stderr if args.json == "-" else sys.stdout)
-    if args.json is not None:
-        write_json(report, args.json)
+        say(f"picture: {args.plot}", args.json)
+    write_json(report, args.json)
     return 0
 
 

@@ -4,23 +4,23 @@ import argparse
 import itertools
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from ..cache_trace import Trace
-from ..errors import BadData, MoEError
-from ..loading import replace_layers
+from ..errors import BadData
+from ..loading import load_stock, replace_layers
 from ..replace import resolve_backend
 from ..tables import table
 from ..text import TextFiles, text_files
 from ..trace_run import record
-from .calibrate import load
 from .common import (
     add_backend_option,
     add_json_option,
-    check_json_target,
+    add_trust_option,
+    check_targets,
     command,
     positive,
+    say,
     write_json,
 )
 
@@ -58,9 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="Use prompts as they are, without the tokenizer's chat template",
     )
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="Allow a model that brings its own code"
-    )
+    add_trust_option(parser)
     add_json_option(parser)
     add_backend_option(parser)
     return parser
@@ -69,13 +67,11 @@ def build_parser() -> argparse.ArgumentParser:
 @command
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    check_json_target(args.json)
-    if not Path(args.output).absolute().parent.is_dir():
-        raise MoEError(f"--output {args.output}: there is no such directory to write it in")
+    check_targets(json=args.json, output=args.output)
     resolve_backend(args.backend)
     if args.data is not None:
         text_files(args.data)  # says what is missing before a model is loaded
-    model, tokenizer, directory = load(args.model, args.trust_remote_code)
+    model, tokenizer, _, directory = load_stock(args.model, args.trust_remote_code)
     replace_layers(model, args.backend)
     trace = record(
         model,
@@ -90,9 +86,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     trace.save(args.output)
     report = summary(trace, args.output)
-    print(as_text(report), file=sys.stderr if args.json == "-" else sys.stdout)
-    if args.json is not None:
-        write_json(report, args.json)
+    say(as_text(report), args.json)
+    write_json(report, args.json)
     return 0
 
 

@@ -10,11 +10,11 @@ from typing import Any
 from .. import tune_profile
 from ..cache import make_cache_dir
 from ..devices import Device
-from ..errors import InvalidArgument, MoEError
+from ..errors import InvalidArgument
 from ..machine import processors
 from ..tables import table
 from ..tune import DEFAULT, STATICS, save, shape_of, tune
-from .common import add_json_option, check_json_target, command, write_json
+from .common import add_json_option, check_targets, command, say, write_json
 
 BUSY = 0.5  # of the processors, before we start
 
@@ -54,9 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
 @command
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    check_json_target(args.json)
-    if args.output is not None and not Path(args.output).absolute().parent.is_dir():
-        raise MoEError(f"--output {args.output}: there is no such directory to write it in")
+    check_targets(json=args.json, output=args.output)
     if args.static == "host" and args.output is None:
         raise InvalidArgument(
             "--static host is for trying plans, and would be this machine's profile: give --output"
@@ -71,9 +69,8 @@ def main(argv: list[str] | None = None) -> int:
     device = tune(shape, static=args.static, quick=args.quick, progress=sys.stderr.isatty())
     save(device, path)
     lines = f"{as_text(device)}\nwritten to {path} in {perf_counter() - start:.0f} s"
-    print(lines, file=sys.stderr if args.json == "-" else sys.stdout)
-    if args.json is not None:
-        write_json({"path": str(path), "profile": device.as_dict()}, args.json)
+    say(lines, args.json)
+    write_json({"path": str(path), "profile": device.as_dict()}, args.json)
     return 0
 
 
