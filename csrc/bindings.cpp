@@ -246,4 +246,5 @@ NB_MODULE(_core, m) {
   bind_routing(m);
   bind_dispatch(m);
   bind_store(m);
+  bind_schedule(m);
 }

@@ -65,5 +65,6 @@ void bind_matrix(nb::module_& m);
 void bind_routing(nb::module_& m);
 void bind_dispatch(nb::module_& m);
 void bind_store(nb::module_& m);
+void bind_schedule(nb::module_& m);
 
 }  // namespace mlx_moe

@@ -125,6 +125,44 @@ class Store:
     @property
     def slot_bytes(self) -> list[int]: ...
 
+class LayerScheduler:
+    def __init__(
+        self,
+        experts: tuple[int, float, float, int],
+        units: Sequence[tuple[float, ...]],
+        *,
+        shift: float,
+        noise: float,
+        hysteresis: float,
+        horizon: float,
+        minimum: float,
+        split_gain: float,
+        spread: float,
+    ) -> None: ...
+    def plan(self, histogram: Buffer, counted: float) -> None: ...
+    def adopt(self, parts: Buffer, histogram: Buffer, counted: float) -> None: ...
+    def observe(self, histogram: Buffer) -> dict[str, Any] | None: ...
+    @property
+    def placement(self) -> NDArray[np.uint32] | None: ...
+    @property
+    def counts(self) -> dict[str, Any]: ...
+
+def schedule_place(
+    histogram: Buffer,
+    units: Sequence[tuple[float, ...]],
+    experts: tuple[int, float, float, int],
+    *,
+    split_gain: float = 0.001,
+    noise: float = 0.0,
+    counting: float = 1.0,
+) -> NDArray[np.uint32]: ...
+def schedule_seconds(
+    histogram: Buffer,
+    units: Sequence[tuple[float, ...]],
+    experts: tuple[int, float, float, int],
+    parts: Buffer,
+) -> list[float]: ...
+def total_variation(a: Buffer, b: Buffer, expected: bool = False) -> float: ...
 def replay(
     experts: Buffer,
     slot_bytes: Buffer,

@@ -1,0 +1,69 @@
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "schedule/problem.h"
+
+namespace mlx_moe {
+
+// Experts on units while a placement is sought. Experts are numbered by rank: loads never rise.
+class Packing {
+ public:
+  Packing(const Experts& experts, std::span<const Unit> units, std::span<const double> loads);
+
+  size_t units() const { return units_.size(); }
+  size_t experts() const { return loads_.size(); }
+  uint32_t shards() const { return experts_.shards; }
+  double load(size_t expert) const { return loads_[expert]; }
+  double seconds(size_t unit) const { return seconds_[unit]; }
+  uint32_t parts(size_t expert, size_t unit) const { return parts_[expert * units() + unit]; }
+  uint64_t room(size_t unit) const { return room_[unit]; }  // in shards
+  const Unit& unit(size_t u) const { return units_[u]; }
+  // The experts that a unit has whole, by rank.
+  const std::vector<uint32_t>& whole(size_t unit) const { return whole_[unit]; }
+  size_t splits() const { return splits_; }  // experts on more than one unit
+
+  double cost(size_t expert, size_t unit, uint32_t parts) const {
+    return piece_seconds(experts_, units_[unit], loads_[expert], parts);
+  }
+  // Seconds that a whole expert takes for one more assignment.
+  double slope(size_t unit) const {
+    return units_[unit].assignment + experts_.row_bytes / units_[unit].link;
+  }
+  // Seconds of a unit once it has `parts` of the expert instead of what it has.
+  double seconds_with(size_t expert, size_t unit, uint32_t parts) const {
+    return seconds_[unit] - cost(expert, unit, this->parts(expert, unit)) +
+           cost(expert, unit, parts);
+  }
+  void set(size_t expert, size_t unit, uint32_t parts);
+  void move(size_t expert, size_t from, size_t to, uint32_t parts) {
+    set(expert, from, this->parts(expert, from) - parts);
+    set(expert, to, this->parts(expert, to) + parts);
+  }
+  void swap(size_t on_a, size_t a, size_t on_b, size_t b) {
+    set(on_a, a, 0);
+    set(on_b, b, 0);
+    set(on_a, b, shards());
+    set(on_b, a, shards());
+  }
+
+  size_t critical() const;  // the unit that takes longest, the first of equals
+  double makespan() const { return seconds_[critical()]; }
+  // Standard deviation of a unit's seconds from their mean over units when each expert's load is
+  // drawn anew (Poisson): what splitting an expert evenly takes away.
+  double spread() const;
+
+ private:
+  Experts experts_;
+  std::span<const Unit> units_;
+  std::span<const double> loads_;
+  std::vector<uint32_t> parts_;
+  std::vector<double> seconds_;
+  std::vector<uint64_t> room_;
+  std::vector<std::vector<uint32_t>> whole_;
+  std::vector<uint16_t> holders_;  // units that have some of the expert
+  size_t splits_ = 0;
+};
+
+}  // namespace mlx_moe
