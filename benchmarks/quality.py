@@ -29,11 +29,11 @@ import mlx_lm
 import numpy as np
 from common import print_machine, write_json
 from mlx_lm.models.cache import make_prompt_cache
-from tqdm import tqdm
 
 import mlx_moe
 from mlx_moe.evaluation_data import read_sources
 from mlx_moe.evaluation_sides import counted, expert_layers
+from mlx_moe.progress import progress_bar
 from mlx_moe.static_paths import all_cold
 from mlx_moe.tables import table
 from mlx_moe.text import TextFiles
@@ -110,7 +110,7 @@ def compare_logits(model: Any, sources: list[Any]) -> dict[str, Any]:
     squares = norm = 0.0
     largest = []  # of each token
     counts: dict[str, int] = {}
-    for tokens in tqdm(windows(sources, WINDOW, WINDOWS), "logits", disable=None):
+    for tokens in progress_bar(iterable=windows(sources, WINDOW, WINDOWS), desc="logits"):
         before = counted(layers)
         found = forward(model, tokens)
         for name, count in counted(layers).items():
@@ -132,7 +132,7 @@ def compare_logits(model: Any, sources: list[Any]) -> dict[str, Any]:
 def compare_texts(model: Any, sources: list[Any], error: float) -> dict[str, Any]:
     """Greedy text after each prompt; where both part, the margin of the cold path's best two."""
     margins = []
-    for tokens in tqdm(windows(sources, PROMPT, PROMPTS), "texts", disable=None):
+    for tokens in progress_bar(iterable=windows(sources, PROMPT, PROMPTS), desc="texts"):
         found, _ = greedy(model, tokens)
         with all_cold(model):
             text, gaps = greedy(model, tokens)

@@ -59,7 +59,7 @@ def test_the_progress_bars_total_is_of_whole_documents(
                 totals.append(self.total)
             return super().update(n)
 
-    monkeypatch.setattr("mlx_moe.calibration_run.tqdm", Bar)
+    monkeypatch.setattr("mlx_moe.progress.tqdm", Bar)
     data.write_text(LINE * 3)
     out = tmp_path / "c.npz"
     assert main(arguments(tiny_model_path, data, out)) == 0

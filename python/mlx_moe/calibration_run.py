@@ -10,7 +10,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
-from tqdm import tqdm
 
 from .calibration import QUANTILES, Calibration, LayerStatistics, Source
 from .calibration_state import AGAIN, Progress, load_state, save_state, state_path
@@ -23,10 +22,10 @@ from .identity import identity_of_model
 from .interrupt import Interrupts
 from .layers import Layer, Observer
 from .observe import observed
+from .progress import progress_bar
 
 CHUNK, DOCUMENT = 512, 4096  # tokens
 SAVE_EVERY = 60.0  # seconds
-PROGRESS_AFTER = 2.0  # seconds
 
 
 def calibrate(
@@ -91,7 +90,7 @@ def calibrate(
         run.keep(state_path(out), resume, save_every)
     with (
         observed(model, run.observers(), backend),
-        tqdm(unit="tok", unit_scale=True, delay=PROGRESS_AFTER, disable=not progress) as bar,
+        progress_bar(progress, unit="tok", unit_scale=True) as bar,
     ):
         run.run(bar)
     calibration = run.result()

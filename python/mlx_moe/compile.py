@@ -8,7 +8,6 @@ from queue import SimpleQueue
 from typing import Any
 
 import mlx.nn as nn
-from tqdm import tqdm
 
 from .compile_directory import CompileDirectory, writing
 from .compile_estimate import Estimate, estimate_tasks, space_needed
@@ -20,6 +19,7 @@ from .manifest import Manifest
 from .mil_program import INPUT, OUTPUT
 from .package_entry import PackageEntry
 from .plan import Plan, read_plan
+from .progress import progress_bar
 
 
 def compile_plan(
@@ -136,12 +136,12 @@ class Compilation:
         missing = self.missing
         self._check_space(missing, workers)
         self.directory.begin(self.before)
-        bar = tqdm(
+        bar = progress_bar(
+            progress,
             total=len(self.tasks),
             initial=len(self.current),
             desc="compiling",
             unit="package",
-            disable=not progress,
         )
         with bar, _Workers(workers) as writers:
             for task, after in zip(missing, [*missing[1:], None], strict=True):

@@ -20,6 +20,7 @@ from .durable import file_sha256, sync_directory, write_json
 from .errors import MissingDependency, MoEError
 from .manifest import NAME, Manifest
 from .package_entry import PackageEntry
+from .progress import progress_bar
 
 UNITS = {"ane": "the Neural Engine", "gpu": "the GPU", "cpu": "the CPU", "other": "another unit"}
 
@@ -101,7 +102,8 @@ class CoreMLPrograms:
         found = {entry.id: kept_report(kept, entry) for entry in entries}
         new = [entry for entry in entries if found[entry.id] is None]
         with closing(trials or Trials()) as trials:
-            for entry in _progress(new):
+            what = "preparing for Core ML (once)"
+            for entry in progress_bar(bool(new), delay=0, iterable=new, desc=what, unit="group"):
                 found[entry.id] = try_entry(manifest, entry, kept, trials)
         for entry in entries:
             report = found[entry.id]
@@ -219,11 +221,3 @@ def _report(entry: PackageEntry, placement: dict[str, Any]) -> Report:
         for capacity, units in placement.items()
     }
     return Report(entry.id, read, demotion(read))
-
-
-def _progress(entries: list[PackageEntry]) -> Any:
-    if not entries:
-        return entries
-    from tqdm import tqdm
-
-    return tqdm(entries, desc="preparing for Core ML (once)", unit="group", file=sys.stderr)

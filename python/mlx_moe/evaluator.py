@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from tqdm import tqdm
-
 from .errors import InvalidArgument
 from .evaluation import Evaluation, SideResult
 from .evaluation_data import Source, read_sources
@@ -21,6 +19,7 @@ from .evaluation_sides import (
 from .evaluation_tasks import QuestionTask, RetrievalTask, Task, TextTask
 from .loading import replace_dense
 from .plan import read_plan
+from .progress import progress_bar
 from .replace import check_choice, replace_moe_layers
 from .retrieval import needle_questions
 from .static import Importance, Overflow
@@ -31,7 +30,6 @@ REFERENCES = ("stock", "cpu")
 CHUNK = 512  # tokens of a forward where no plan says
 TEXT_TOKENS = 1 << 14
 RETRIEVAL_LENGTH, RETRIEVAL_ITEMS = 1024, 64  # tokens of each text, texts
-PROGRESS_AFTER = 2.0  # seconds
 
 
 def evaluate(
@@ -207,13 +205,7 @@ def run(
     """Run every unit by every side, the reference first."""
     layers = expert_layers(model)
     total = sum(len(task.units) for task in tasks) * (1 + len(sides))
-    with tqdm(
-        total=total,
-        unit="batch",
-        delay=PROGRESS_AFTER,
-        leave=False,
-        disable=None if progress else True,
-    ) as bar:
+    with progress_bar(progress, total=total, unit="batch") as bar:
         for task in tasks:
             for unit in task.units:
                 bar.set_description(f"{task.name}, {reference.name}", refresh=False)

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from .calibration import Calibration
 from .chunks import chunk_loads
@@ -18,11 +17,11 @@ from .plan import WEIGHTS, LayerPlan, Plan
 from .plan_cpu import plan_cpu
 from .plan_layer import Layer, plan_layer
 from .pricing import FORCED_OVERFLOW, Timing, at_target, common, fastest, table
+from .progress import progress_bar
 from .residency import Curve, Point, SharedCost, curve, spend
 from .tiers import STEP, Ints, Tiers
 
 Array = NDArray[np.float64]
-PROGRESS_AFTER = 2.0  # seconds
 MEMORY_SHARE = 0.5  # of what the model leaves of the device's memory, by default
 
 
@@ -157,7 +156,7 @@ def plan_static(
         Timing(device, expert_of(layer), weights, _shared_cost(device, layer, weights, chunk))
         for layer in facts
     ]
-    bar = tqdm(total=2 * len(facts), unit="layer", delay=PROGRESS_AFTER, disable=not progress)
+    bar = progress_bar(progress, total=2 * len(facts), unit="layer")
     priced = _price(timings, loads, options, bar)
     curves = [
         curve(device, timing.expert, weights, x, tiers, timing.shared)
@@ -187,7 +186,7 @@ def _shared_cost(device: Device, facts: LayerFacts, weights: str, chunk: int) ->
 
 
 def _price(
-    timings: list[Timing], loads: list[Array], options: Options, bar: "tqdm[Any]"
+    timings: list[Timing], loads: list[Array], options: Options, bar: Any
 ) -> list[tuple[float, Tiers]]:
     """For every layer what overflow costs, and the tiers of all its experts at that."""
     if options.target is not None:

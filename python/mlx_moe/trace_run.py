@@ -10,17 +10,15 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import stream_generate
 from mlx_lm.sample_utils import make_sampler
-from tqdm import tqdm
 
 from .cache_trace import Trace, TracedLayer, TraceRecorder
 from .facts import layer_facts
 from .identity import identity_of_model
 from .layers import PROJECTIONS, Layer, Observer
 from .observe import observed
+from .progress import progress_bar
 from .replace import find_modules, switch_kind
 from .store_files import LINE, whole_units
-
-PROGRESS_AFTER = 2.0  # seconds
 
 
 def record(
@@ -68,7 +66,7 @@ def record(
     observers = {fact.name: observer(number) for number, fact in enumerate(facts)}
     with (
         observed(model, observers, backend),
-        tqdm(unit="tok", delay=PROGRESS_AFTER, disable=not progress) as bar,
+        progress_bar(progress, unit="tok") as bar,
     ):
         for prompt in prompts:
             given = mx.array(list(prompt))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
-from tqdm import tqdm
 
 from . import core, tune_cold, tune_fit
 from .cost import Expert
@@ -18,6 +17,7 @@ from .errors import InvalidArgument, MissingDependency, MoEError
 from .layer_facts import LayerFacts, WeightFacts
 from .machine import chip, coreml_missing, memory_bytes
 from .measured import Measurements, Sample
+from .progress import progress_bar
 from .tune_cold import ColdPath, Shape
 from .tune_static import HostPrograms, Programs, StaticPath, read_bandwidth
 
@@ -87,7 +87,7 @@ def tune(
     measures = static in MAKERS
     date = datetime.date.today().isoformat()
     steps = len(effort.rows) + 3 + (len(effort.groups) + 2 if measures else 0)
-    with tqdm(total=steps, unit="step", disable=not progress, leave=False) as bar:
+    with progress_bar(progress, total=steps, unit="step") as bar:
 
         def step(what: str) -> None:
             bar.set_description(what)

@@ -9,13 +9,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
-from tqdm import tqdm
 
 from ..energy import Meter, Use
 from ..loading import Replaced
+from ..progress import progress_bar
 
 SIDES = ("stock", "replaced")
-PROGRESS_AFTER = 2.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -79,9 +78,7 @@ def measure(
 ) -> Measurement:
     """Run `count` trials of each side, the sides taking turns at going first."""
     measurement = Measurement()
-    with tqdm(
-        total=2 * count, unit="trial", delay=PROGRESS_AFTER, leave=False, disable=None
-    ) as progress:
+    with progress_bar(total=2 * count, unit="trial") as progress:
         for number in range(count):
             for side in SIDES if number % 2 == 0 else reversed(SIDES):
                 if side == "replaced" or measurement.stock_error is None:

@@ -4,12 +4,11 @@ import argparse
 import re
 from typing import Any
 
-from tqdm import tqdm
-
 from ..cache_replay import CHOICES, Replay, replay, smallest_budget
 from ..cache_trace import Trace
 from ..errors import InvalidArgument
 from ..machine import as_size
+from ..progress import progress_bar
 from ..tables import table
 from .common import add_json_option, check_targets, command, say, write_json
 from .plan import size
@@ -96,7 +95,7 @@ def run(
     """Everything that is shown, as JSON."""
     names = policies or [*CHOICES, "pinned", "belady"]
     steps = len(limits) * len(names) * len(trace)
-    with tqdm(total=steps, unit="forward", delay=2.0, unit_scale=True) as bar:
+    with progress_bar(total=steps, unit="forward", unit_scale=True) as bar:
         done = [replay(trace, limit, name, bar.update) for limit in limits for name in names]
     tokens = decoded(trace)
     total = int(trace.sizes.sum())

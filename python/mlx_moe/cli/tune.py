@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     if busy := others_at_work():
         print(f"mlx_moe: {busy}: the numbers will be lower than they can be", file=sys.stderr)
     start = perf_counter()
-    device = tune(shape, static=args.static, quick=args.quick, progress=sys.stderr.isatty())
+    device = tune(shape, static=args.static, quick=args.quick, progress=True)
     save(device, path)
     lines = f"{as_text(device)}\nwritten to {path} in {perf_counter() - start:.0f} s"
     say(lines, args.json)
