@@ -9,7 +9,8 @@ from ..chunks import chunk_loads
 from ..devices import AUTO, load_device, names
 from ..figures import require_matplotlib
 from ..plan import WEIGHTS
-from ..plan_report import as_text, report
+from ..plan_report import report
+from ..plan_text import as_text
 from ..planner import make_plan
 from ..plots import plot_plan
 from .common import add_json_option, check_targets, command, positive, say, write_json
