@@ -304,7 +304,7 @@ def test_short_chunks_do_not_count_among_full_ones() -> None:
     assert scaled == pytest.approx(made.loads(0).reshape(3, 4, 16).sum(axis=1) * 512 / 400, rel=0.3)
 
 
-@pytest.mark.parametrize("chunk", [100, 513, 256, 0])
+@pytest.mark.parametrize("chunk", [100, 513, 256, 0, 1 << 30])
 def test_a_chunk_that_was_not_counted_is_an_error(chunk: int) -> None:
     with pytest.raises(InvalidArgument, match="chunk"):
         make_plan(skewed(), "m2-max", chunk=chunk)

@@ -92,11 +92,17 @@ def test_price_for_a_share_of_overflow(target: float) -> None:
 
 @pytest.mark.parametrize(
     ("factor", "expected"),
-    [(1.0, [32, 96, 160]), (0.5, [32, 64, 96]), (2.0, [64, 192, 320]), (0.01, [32, 32, 32])],
+    [
+        (1.0, [32, 96, 160]),
+        (0.5, [32, 64, 96]),
+        (2.0, [64, 192, 320]),
+        (3.0, [96, 288, 320]),
+        (0.01, [32, 32, 32]),
+    ],
 )
 def test_scaled_capacities(factor: float, expected: list[int]) -> None:
     given = tiers.Tiers((32, 96, 160), np.array([32, 96, 160]), 0.0)
-    scaled = given.scaled(factor)
+    scaled = given.scaled(factor, most=320)
     assert scaled.of_expert.tolist() == expected
     assert scaled.capacities == tuple(sorted(set(expected)))
 
@@ -111,7 +117,7 @@ def test_scaled_capacities(factor: float, expected: list[int]) -> None:
         lambda: choose_tiers(np.ones((2, 2)), 0, 2.0),
         lambda: choose_tiers(np.ones((2, 2)), 1, float("nan")),
         lambda: price_for_overflow([], 1.5, 1.0),
-        lambda: tiers.Tiers((32,), np.array([32]), 0.0).scaled(float("nan")),
+        lambda: tiers.Tiers((32,), np.array([32]), 0.0).scaled(float("nan"), 32),
     ],
 )
 def test_wrong_arguments(call) -> None:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from .errors import CorruptFile, InvalidArgument
 from .identity import ModelIdentity
+from .json_fields import Fields
 from .npz_file import read_npz, write_npz
 
 FORMAT, VERSION = "mlx_moe.trace", 1
@@ -23,6 +24,13 @@ class TracedLayer:
     experts: int
     top_k: int
     bytes: int
+
+    @classmethod
+    def taken(cls, take: Fields) -> "TracedLayer":
+        experts = take.count("experts", 1, MOST_EXPERTS)
+        return cls(
+            take.text("name"), experts, take.count("top_k", 1, experts), take.count("bytes", 1)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,17 +88,17 @@ class Trace:
         """
         meta, arrays = read_npz(path, FORMAT, VERSION)
         try:
-            identity = meta["identity"]
+            take = Fields(meta, f"{path}: ")
             trace = cls(
-                None if identity is None else ModelIdentity.from_json(identity, str(path)),
-                [TracedLayer(**layer) for layer in meta["layers"]],
+                take.optional("identity", lambda key: ModelIdentity.from_json(take(key), key)),
+                [TracedLayer.taken(layer) for layer in take.each("layers")],
                 arrays["layer"],
                 arrays["tokens"],
                 arrays["offsets"],
                 arrays["experts"],
             )
-        except (KeyError, TypeError) as error:
-            raise CorruptFile(f"{path}: {error} is missing or cannot be") from error
+        except KeyError as error:
+            raise CorruptFile(f"{path}: {error} is missing") from error
         trace._check(str(path))
         return trace
 
@@ -100,11 +108,6 @@ class Trace:
                 raise CorruptFile(f"{path}: {what}; record it again with `mlx_moe trace`")
 
         require(self.layers, "there are no layers")
-        for layer in self.layers:
-            counts = (layer.experts, layer.top_k, layer.bytes)
-            whole = all(type(n) is int and n > 0 for n in counts)
-            require(whole and isinstance(layer.name, str), f"layer {layer.name!r} cannot be")
-            require(layer.top_k <= layer.experts <= MOST_EXPERTS, f"{layer.name} has no such top_k")
         kinds = (("layer", "i4"), ("tokens", "i4"), ("offsets", "i8"), ("experts", "u2"))
         for name, kind in kinds:
             array = getattr(self, name)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from .errors import CorruptFile, InvalidArgument
 from .identity import ModelIdentity, check_same
+from .json_fields import Fields
 from .layer_facts import LayerFacts, SharedFacts, WeightFacts
 from .npz_file import read_npz, write_npz
 
@@ -142,20 +143,18 @@ class Calibration:
 
 
 def _from_parts(meta: dict[str, Any], arrays: dict[str, Any]) -> Calibration:
-    chunk, chunk_tokens = meta.get("chunk"), meta.get("chunk_tokens")
-    if not _is_count(chunk) or not chunk:
-        raise CorruptFile(f"chunk is {chunk!r}, not a positive number")
-    if not isinstance(chunk_tokens, list) or not chunk_tokens:
-        raise CorruptFile("chunk_tokens is not a list of at least one number")
-    if not all(_is_count(tokens) and 0 < tokens <= chunk for tokens in chunk_tokens):
-        raise CorruptFile(f"chunk_tokens has numbers that are not between 1 and {chunk}")
-    quantiles = meta.get("quantiles")
+    take = Fields(meta)
+    chunk, chunk_tokens = take.count("chunk", 1), list(take.counts("chunk_tokens"))
+    if not chunk_tokens or not all(0 < tokens <= chunk for tokens in chunk_tokens):
+        raise take.wrong("chunk_tokens", f"numbers between 1 and {chunk}")
+    quantiles = take.items("quantiles")
     if not _are_probabilities(quantiles):
-        raise CorruptFile(f"quantiles are {quantiles!r}, not ascending numbers between 0 and 1")
-    assert isinstance(quantiles, list)
-    if not isinstance(meta.get("layers"), list) or not meta["layers"]:
-        raise CorruptFile("layers is not a list of at least one layer")
-    layers = [LayerFacts.from_json(facts, f"layer {i}") for i, facts in enumerate(meta["layers"])]
+        raise take.wrong("quantiles", "ascending numbers between 0 and 1")
+    layers = [
+        LayerFacts.from_json(facts, f"layers[{i}]") for i, facts in enumerate(take.items("layers"))
+    ]
+    if not layers:
+        raise take.wrong("layers", "at least one layer")
     expected = {f"{name}.{i}" for name in ARRAYS for i in range(len(layers))}
     if arrays.keys() != expected:
         raise CorruptFile(f"arrays are missing or too many: {sorted(arrays.keys() ^ expected)}")
@@ -165,26 +164,17 @@ def _from_parts(meta: dict[str, Any], arrays: dict[str, Any]) -> Calibration:
         _check(own, layer, chunk_tokens, len(quantiles))
         statistics.append(own)
     return Calibration(
-        ModelIdentity.from_json(meta.get("identity")),
+        ModelIdentity.from_json(take("identity")),
         chunk,
         chunk_tokens,
         layers,
         statistics,
-        sources_from_json(meta.get("sources")),
+        [
+            Source(source.text("path"), source.count("tokens"), source.text("sha256"))
+            for source in take.each("sources")
+        ],
         tuple(quantiles),
     )
-
-
-def sources_from_json(value: Any) -> list[Source]:
-    keys = {"path", "tokens", "sha256"}
-    if not isinstance(value, list):
-        raise CorruptFile("sources is not a list")
-    for source in value:
-        if not isinstance(source, dict) or not keys <= source.keys():
-            raise CorruptFile(f"a source is {source!r}; expected {sorted(keys)}")
-        if not isinstance(source["path"], str) or not _is_count(source["tokens"]):
-            raise CorruptFile(f"a source is {source!r}; expected text and a number")
-    return [Source(source["path"], source["tokens"], source["sha256"]) for source in value]
 
 
 def _check(
@@ -215,14 +205,9 @@ def _check(
             raise CorruptFile(f"{name} of {layer.name} are negative or do not ascend")
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
-
-
-def _are_probabilities(value: Any) -> bool:
+def _are_probabilities(value: list[Any]) -> bool:
     return (
-        isinstance(value, list)
-        and len(value) > 0
+        len(value) > 0
         and all(isinstance(p, float) and 0 <= p <= 1 for p in value)
         and all(a < b for a, b in zip(value, value[1:], strict=False))
     )

@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 from .calibration import Calibration
 from .errors import InvalidArgument
+from .tiers import LARGEST_CHUNK
 
 Array = NDArray[np.float64]
 MOST_CHUNKS = 256  # taken evenly from more; tails of 1 % need no more
@@ -18,8 +19,10 @@ def chunk_loads(calibration: Calibration, chunk: int) -> list[Array]:
     ones only where there are some, else all, each brought to the full number of tokens.
 
     Raises:
-        InvalidArgument: `chunk` is not a multiple of the calibration's.
+        InvalidArgument: `chunk` is not a multiple of the calibration's, or too large.
     """
+    if chunk > LARGEST_CHUNK:
+        raise InvalidArgument(f"chunk is {chunk}, expected at most {LARGEST_CHUNK} tokens")
     if chunk < 1 or chunk % calibration.chunk:
         raise InvalidArgument(
             f"chunk is {chunk}, and the calibration counted chunks of {calibration.chunk}: plan "

@@ -14,6 +14,7 @@ import numpy as np
 
 from .errors import CorruptFile, IdentityMismatch, ModelNotFound
 from .find import find_modules, switch_kind
+from .json_fields import Fields
 from .layers import PROJECTIONS
 from .safetensors_headers import SHARDS, read_header
 
@@ -51,15 +52,8 @@ class ModelIdentity:
     @classmethod
     def from_json(cls, value: Any, what: str = "identity") -> "ModelIdentity":
         """The identity written by `to_json`; CorruptFile, which names `what`, for anything else."""
-        known = {f.name for f in fields(cls)}
-        if (
-            not isinstance(value, dict)
-            or not value.keys() <= known
-            or not isinstance(value.get("name"), str)
-            or not all(v is None or isinstance(v, str) for v in value.values())
-        ):
-            raise CorruptFile(f"{what}: the identity is not one of {sorted(known)} as text")
-        return cls(**value)
+        take = Fields(value, what, {f.name for f in fields(cls)})
+        return cls(take.text("name"), *(take.optional(part, take.text) for part in PARTS))
 
 
 def identity_of_files(path: str | Path) -> ModelIdentity:

@@ -1,9 +1,10 @@
 """What calibrations and plans say of an expert layer."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
-from .errors import CorruptFile
+from .json_fields import Fields
 
 KINDS = ("glu", "mlp")
 
@@ -74,48 +75,25 @@ class LayerFacts:
         Raises:
             CorruptFile: a fact is missing or cannot be; names `what` and the fact.
         """
-        facts = _checked(value, cls, what)
-        facts["weights"] = WeightFacts(
-            **_checked(facts["weights"], WeightFacts, f"{what}: weights")
+        take = Fields(value, what)
+        weights = take.fields("weights")
+        shared = take.optional("shared", take.fields)
+        positive = partial(weights.count, least=1)
+        return cls(
+            take.text("name"),
+            take.text("family"),
+            take.one_of("kind", KINDS),
+            experts := take.count("experts", 1),
+            take.count("top_k", 1, experts),
+            take.count("hidden", 1),
+            take.count("inner", 1),
+            take.text("activation"),
+            take.flag("biases"),
+            WeightFacts(
+                weights.optional("mode", weights.text),
+                weights.optional("bits", positive),
+                weights.optional("group_size", positive),
+                weights.text("dtype"),
+            ),
+            None if shared is None else SharedFacts(shared.text("name"), shared.count("inner", 1)),
         )
-        if facts["shared"] is not None:
-            shared = SharedFacts(**_checked(facts["shared"], SharedFacts, f"{what}: shared"))
-            facts["shared"] = shared
-        if facts["kind"] not in KINDS:
-            raise CorruptFile(f"{what}: kind is {facts['kind']!r}; expected one of {KINDS}")
-        if facts["top_k"] > facts["experts"]:
-            raise CorruptFile(
-                f"{what}: top_k is {facts['top_k']}, more than its {facts['experts']} experts"
-            )
-        return cls(**facts)
-
-
-_TEXT = {"name", "family", "kind", "activation", "dtype"}
-_COUNTS = {"experts", "top_k", "hidden", "inner"}
-_OPTIONAL_COUNTS = {"bits", "group_size"}
-
-
-def _checked(value: Any, cls: Any, what: str) -> dict[str, Any]:
-    """The fields of dataclass `cls` from a JSON object, each of its type."""
-    if not isinstance(value, dict):
-        raise CorruptFile(f"{what}: expected an object, found {value!r}")
-    facts = {}
-    for field in fields(cls):
-        if field.name not in value:
-            raise CorruptFile(f"{what}: {field.name!r} is missing")
-        fact = facts[field.name] = value[field.name]
-        if not _possible(field.name, fact):
-            raise CorruptFile(f"{what}: {field.name!r} cannot be {fact!r}")
-    return facts
-
-
-def _possible(name: str, fact: Any) -> bool:
-    if name in _TEXT:
-        return isinstance(fact, str) and fact != ""
-    if name in _COUNTS or (name in _OPTIONAL_COUNTS and fact is not None):
-        return isinstance(fact, int) and not isinstance(fact, bool) and 0 < fact < 1 << 53
-    if name == "biases":
-        return isinstance(fact, bool)
-    if name == "mode":
-        return fact is None or isinstance(fact, str)
-    return True  # objects, checked on their own

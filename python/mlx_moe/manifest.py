@@ -8,7 +8,7 @@ from typing import Any
 from .durable import file_sha256, write_json
 from .errors import CorruptArtifact, CorruptFile, InvalidArgument
 from .identity import ModelIdentity
-from .json_fields import Reader, count, text
+from .json_fields import Fields
 from .package_entry import ITEM_BYTES, PackageEntry
 
 FORMAT, VERSION = "mlx_moe.artifacts", 1
@@ -56,23 +56,27 @@ class Manifest:
             ) from error
         except (ValueError, RecursionError) as error:
             raise CorruptArtifact(f"{path} is not JSON: {error}; compile again") from error
-        take = Reader(value, str(path))
-        if (take("format", text), take("version", count)) != (FORMAT, VERSION):
-            raise CorruptArtifact(
-                f"{path} is {value['format']!r} version {value['version']}; this mlx_moe reads "
-                f"{FORMAT!r} version {VERSION}: compile again"
-            )
         try:
-            identity = ModelIdentity.from_json(take("identity", dict), str(path))
+            return cls._from_json(directory, value, f"{path}: ")
+        except CorruptArtifact:
+            raise
         except CorruptFile as error:
-            raise CorruptArtifact(str(error)) from error
-        weights = take("weights", text)
-        if weights not in ITEM_BYTES:
-            raise CorruptArtifact(f"{path}: weights are {weights!r}; expected fp16 or int8")
-        packages = [PackageEntry.from_json(p, str(path)) for p in take("packages", list)]
+            raise CorruptArtifact(f"{error}; compile again") from error
+
+    @classmethod
+    def _from_json(cls, directory: Path, value: Any, where: str) -> "Manifest":
+        take = Fields(value, where)
+        if (take("format"), take("version")) != (FORMAT, VERSION):
+            raise CorruptFile(
+                f"{where}{take('format')!r} version {take('version')!r}; this mlx_moe reads "
+                f"{FORMAT!r} version {VERSION}"
+            )
+        identity = ModelIdentity.from_json(take("identity"), f"{where}identity")
+        weights = take.one_of("weights", tuple(ITEM_BYTES))
+        packages = [PackageEntry.from_json(p, where[:-2]) for p in take.items("packages")]
         if len({p.id for p in packages}) < len(packages):
-            raise CorruptArtifact(f"{path}: two packages have the same id; compile again")
-        return cls(directory, take("plan_sha256", text), identity, weights, packages)
+            raise CorruptFile(f"{where}two packages have the same id")
+        return cls(directory, take.text("plan_sha256"), identity, weights, packages)
 
     def save(self) -> Path:
         """Write DIR/manifest.json, whole or not at all."""

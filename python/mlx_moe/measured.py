@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import CorruptFile
+from .json_fields import Fields
 
 Array = NDArray[np.float64]
 PATHS = ("static", "cold")
@@ -92,17 +93,12 @@ class Measurements:
     @staticmethod
     def from_dict(data: Any, where: str) -> "Measurements":
         """Check what `as_dict` gave; CorruptFile, which names `where`, for anything else."""
-        if not isinstance(data, dict) or data.keys() != {"date", "overlap", "samples"}:
-            raise CorruptFile(f"{where}: expected an object of date, overlap and samples")
-        date, overlap, samples = data["date"], data["overlap"], data["samples"]
-        if not isinstance(date, str):
-            raise CorruptFile(f"{where}: date is {date!r}, expected a text")
-        if overlap is not None and not (_is_number(overlap) and 0 <= overlap <= 1):
-            raise CorruptFile(f"{where}: overlap is {overlap!r}, expected a share or null")
-        if not isinstance(samples, list) or not samples:
-            raise CorruptFile(f"{where}: samples is {samples!r}, expected some")
-        found = tuple(_sample(s, f"{where}: samples[{i}]") for i, s in enumerate(samples))
-        return Measurements(date, overlap, found)
+        take = Fields(data, where, {"date", "overlap", "samples"})
+        overlap = take.optional("overlap", partial(take.number, most=1))
+        samples = take.each("samples", {f.name for f in fields(Sample)})
+        if not samples:
+            raise take.wrong("samples", "some")
+        return Measurements(take.text("date"), overlap, tuple(map(_sample, samples)))
 
 
 def _over_rows(samples: Iterable[Sample], rows: Array | float) -> Array:
@@ -115,20 +111,10 @@ def _over_rows(samples: Iterable[Sample], rows: Array | float) -> Array:
     return np.asarray(between * np.maximum(wanted / known[-1], 1.0))
 
 
-def _sample(data: Any, where: str) -> Sample:
-    names = {field.name for field in fields(Sample)}
-    if not isinstance(data, dict) or data.keys() != names:
-        raise CorruptFile(f"{where}: found {data!r}, expected {sorted(names)}")
-    if data["path"] not in PATHS:
-        raise CorruptFile(f"{where}: path is {data['path']!r}, expected one of {PATHS}")
-    for name in ("hidden", "inner", "experts", "rows"):
-        value = data[name]
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise CorruptFile(f"{where}: {name} is {value!r}, expected a count above 0")
-    if not _is_number(data["seconds"]) or not 0 < data["seconds"] < 1e6:
-        raise CorruptFile(f"{where}: seconds is {data['seconds']!r}, expected a time above 0")
-    return Sample(**data)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _sample(take: Fields) -> Sample:
+    hidden, inner = take.count("hidden", 1), take.count("inner", 1)
+    experts, rows = take.count("experts", 1), take.count("rows", 1)
+    seconds = take.number("seconds", most=1e6)
+    if not seconds:
+        raise take.wrong("seconds", "a time above 0")
+    return Sample(take.one_of("path", PATHS), hidden, inner, experts, rows, seconds)

@@ -4,8 +4,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .errors import CorruptArtifact
-from .json_fields import Reader, count, counts, file_name, relative, text
+from .errors import CorruptArtifact, CorruptFile
+from .json_fields import LARGEST, Fields, inside
 
 ITEM_BYTES = {"fp16": 2, "int8": 1}
 TENSORS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
@@ -105,30 +105,40 @@ class PackageEntry:
     @classmethod
     def from_json(cls, value: Any, what: str) -> "PackageEntry":
         """The entry that `to_json` wrote; CorruptArtifact, which names `what`, for another."""
-        take = Reader(value, what)
-        id = take("id", file_name)
-        take.what = f"{what}: package {id!r}"
+        try:
+            take = Fields(value, f"{what}: ")
+            id = take.file_name("id")
+            return cls._from_fields(Fields(value, f"{what}: package {id!r}: "))
+        except CorruptArtifact:
+            raise
+        except CorruptFile as error:
+            raise CorruptArtifact(f"{error}; compile it again") from None
+
+    @classmethod
+    def _from_fields(cls, take: Fields) -> "PackageEntry":
+        parameters = take.fields("activation_parameters")
+        begin, end = take.counts("split", 2)
         entry = cls(
-            id=id,
-            path=take("path", relative),
-            layer=take("layer", text),
-            kind=take("kind", text),
-            experts=take("experts", counts),
-            split=take("split", counts),
-            hidden=take("hidden", count),
-            inner=take("inner", count),
-            activation=take("activation", text),
-            activation_parameters=take("activation_parameters", _parameters),
-            functions=take("functions", _functions),
-            tier=take("tier", count),
-            input=take("input", text),
-            output=take("output", text),
-            files=take("files", _files),
-            blob=take("blob", relative),
-            tensors=tuple(_expert(t, take.what) for t in take("tensors", list)),
-            recipe=take("recipe", text),
+            id=take.text("id"),
+            path=take.path("path"),
+            layer=take.text("layer"),
+            kind=take.text("kind"),
+            experts=take.counts("experts"),
+            split=(begin, end),
+            hidden=take.count("hidden"),
+            inner=take.count("inner"),
+            activation=take.text("activation"),
+            activation_parameters={name: parameters.number(name, -LARGEST) for name in parameters},
+            functions=_functions(take.fields("functions")),
+            tier=take.count("tier"),
+            input=take.text("input"),
+            output=take.text("output"),
+            files=_files(take.fields("files")),
+            blob=take.path("blob"),
+            tensors=tuple(map(_expert, take.each("tensors"))),
+            recipe=take.text("recipe"),
         )
-        entry._check(take.what)
+        entry._check(take.prefix)
         return entry
 
     def _check(self, what: str) -> None:
@@ -154,50 +164,40 @@ class PackageEntry:
             (blob and all(t.end <= blob.bytes for _, t in present), "a tensor ends past its blob"),
         ):
             if not good:
-                raise CorruptArtifact(f"{what}: {complaint}; compile it again")
+                raise CorruptFile(f"{what}{complaint}")
 
 
-def _files(value: Any) -> dict[str, File]:
-    return {
-        relative(path): File(count(file["bytes"]), text(file["sha256"]))
-        for path, file in value.items()
-    }
+def _files(take: Fields) -> dict[str, File]:
+    for path in take:
+        if inside(path) != path:
+            raise take.wrong(path, "a path that stays inside")
+    files = {path: take.fields(path) for path in take}
+    return {path: File(file.count("bytes"), file.text("sha256")) for path, file in files.items()}
 
 
-def _functions(value: Any) -> dict[int, str]:
-    return {int(capacity): text(name) for capacity, name in value.items()}
+def _functions(take: Fields) -> dict[int, str]:
+    for capacity in take:
+        if not capacity.isdecimal():
+            raise take.wrong(capacity, "a number of slots before it")
+    return {int(capacity): take.text(capacity) for capacity in take}
 
 
-def _parameters(value: Any) -> dict[str, float]:
-    return {text(name): float(number) for name, number in value.items()}
+def _expert(take: Fields) -> ExpertTensors:
+    tensors = {key: take.optional(key, take.fields) for key in TENSORS}
+    found = {key: tensor and _tensor(tensor) for key, tensor in tensors.items()}
+    if found["up"] is None or found["down"] is None:
+        raise CorruptFile(f"{take.prefix[:-1]}: no up or down")
+    return ExpertTensors(expert=take.count("expert"), **found)  # type: ignore[arg-type]
 
 
-def _shape(value: Any) -> tuple[int, ...]:
-    shape = counts(value)
+def _tensor(take: Fields) -> Tensor:
+    dtype, scale = (
+        take.one_of("dtype", tuple(ITEM_BYTES)),
+        take.optional("scale_offset", take.count),
+    )
+    if (dtype == "int8") != (scale is not None):
+        raise CorruptFile(f"{take.prefix[:-1]}: a tensor of {dtype!r} with scale_offset {scale!r}")
+    shape = take.counts("shape")
     if len(shape) not in (1, 2):
-        raise ValueError
-    return shape
-
-
-def _expert(value: Any, what: str) -> ExpertTensors:
-    if not isinstance(value, dict):
-        raise CorruptArtifact(f"{what}: an expert is no object; compile it again")
-    take = Reader(value, what)
-    tensors = {key: _tensor(value.get(key), what) for key in TENSORS}
-    if tensors["up"] is None or tensors["down"] is None:
-        raise CorruptArtifact(f"{what}: an expert has no up or down; compile it again")
-    return ExpertTensors(expert=take("expert", count), **tensors)  # type: ignore[arg-type]
-
-
-def _tensor(value: Any, what: str) -> Tensor | None:
-    if value is None:
-        return None
-    take = Reader(value, what)
-    dtype, scale = take("dtype", text), take("scale_offset", _optional)
-    if dtype not in ITEM_BYTES or (dtype == "int8") != (scale is not None):
-        raise CorruptArtifact(f"{what}: a tensor of {dtype!r} with scale_offset {scale!r}")
-    return Tensor(take("offset", count), dtype, take("shape", _shape), scale)
-
-
-def _optional(value: Any) -> int | None:
-    return None if value is None else count(value)
+        raise take.wrong("shape", "one or two sizes")
+    return Tensor(take.count("offset"), dtype, shape, scale)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from .devices import Device
 from .durable import digest, write_json
 from .errors import CorruptFile, InvalidArgument
 from .identity import ModelIdentity, check_same
+from .json_fields import Fields
 from .layer_facts import LayerFacts
-from .plan_check import Fields, check_layer, check_plan
+from .plan_check import check_layer, check_plan
+from .tiers import LARGEST_CHUNK
 
 FORMAT, VERSION = "mlx_moe.plan", 1
 WEIGHTS = ("fp16", "int8")
@@ -155,16 +158,15 @@ class LayerPlan:
     def from_json(cls, value: Any, where: str) -> "LayerPlan":
         own = {f.name for f in fields(cls)} - {"facts"}
         take = Fields(value, where, own | {f.name for f in fields(LayerFacts)})
-        reason = take("reason")
         shared = take("shared")
         layer = cls(
             LayerFacts.from_json(value, where),
             take.counts("tiers"),
             _groups(take, where),
-            None if take("static_from") is None else take.count("static_from", 1),
+            take.optional("static_from", partial(take.count, least=1)),
             take.counts("packed"),
             None if shared is None else Shared.from_json(shared, f"{where}.shared"),
-            None if reason is None else take.text("reason"),
+            take.optional("reason", take.text),
             Expected.from_json(take("expected"), f"{where}.expected"),
         )
         check_layer(layer, where)
@@ -273,17 +275,14 @@ class Plan:
             )
         take = Fields(value, "", {"format", "version", *(f.name for f in fields(cls))})
         device = Device.from_dict(take("device"), "device")
-        options = take("options")
-        if not isinstance(options, dict):
-            raise CorruptFile(f"options: expected an object, found {options!r}")
         layers = enumerate(take.items("layers"))
         plan = cls(
             ModelIdentity.from_json(take("identity")),
             take.one_of("executor", (device.executor,)),
             device,
-            take.count("chunk", 1),
+            take.count("chunk", 1, LARGEST_CHUNK),
             take.one_of("weights", WEIGHTS),
-            options,
+            take.fields("options").value,
             tuple(LayerPlan.from_json(layer, f"layers[{i}]") for i, layer in layers),
         )
         check_plan(plan)

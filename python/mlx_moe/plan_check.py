@@ -6,72 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import CorruptFile
 from .json_fields import FILE_NAME
-from .tiers import STEP
+from .tiers import STEP, slots_of
 
 if TYPE_CHECKING:
     from .plan import Group, LayerPlan, Plan
-
-LARGEST = 1e30  # any number may be
-
-
-class Fields:
-    """Takes checked fields from a JSON object; errors name the path."""
-
-    def __init__(self, value: Any, where: str, names: set[str]):
-        self.value, self.prefix = value, f"{where}." if where else ""
-        if not isinstance(value, dict):
-            raise CorruptFile(f"{where}: expected an object, found {type(value).__name__}")
-        if value.keys() != names:
-            missing, unknown = sorted(names - value.keys()), sorted(value.keys() - names)
-            found = f"{missing} missing" if missing else f"unknown {unknown}"
-            raise CorruptFile(f"{where or 'plan'}: {found}")
-
-    def __call__(self, key: str) -> Any:
-        return self.value[key]
-
-    def _wrong(self, key: str, expected: str) -> CorruptFile:
-        return CorruptFile(f"{self.prefix}{key}: expected {expected}, found {self(key)!r:.99}")
-
-    def text(self, key: str) -> str:
-        value = self(key)
-        if not isinstance(value, str) or not value:
-            raise self._wrong(key, "a text")
-        return value
-
-    def one_of(self, key: str, known: Sequence[str]) -> str:
-        value = self.text(key)
-        if value not in known:
-            raise self._wrong(key, " or ".join(map(repr, known)))
-        return value
-
-    def count(self, key: str, least: int = 0) -> int:
-        value = self(key)
-        if not is_count(value) or value < least:
-            raise self._wrong(key, f"a whole number, at least {least}")
-        return int(value)
-
-    def number(self, key: str) -> float:
-        value = self(key)
-        real = isinstance(value, int | float) and not isinstance(value, bool)
-        if not real or not 0 <= value < LARGEST:
-            raise self._wrong(key, "a number, not negative")
-        return float(value)
-
-    def items(self, key: str) -> list[Any]:
-        value = self(key)
-        if not isinstance(value, list):
-            raise self._wrong(key, "a list")
-        return value
-
-    def counts(self, key: str, length: int | None = None) -> tuple[int, ...]:
-        value = self.items(key)
-        if not all(map(is_count, value)) or (length is not None and len(value) != length):
-            raise self._wrong(key, f"{'' if length is None else f'{length} '}whole numbers")
-        return tuple(value)
-
-
-def is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
 
 
 def check_plan(plan: "Plan") -> None:
@@ -82,7 +20,11 @@ def check_plan(plan: "Plan") -> None:
     ):
         if twice := repeated(names):
             raise CorruptFile(f"layers: {what} {twice[0]!r} twice")
+    most = slots_of(plan.chunk)
     for i, layer in enumerate(plan.layers):
+        largest = max((*layer.tiers, *(group.tier for group in layer.all_groups)), default=0)
+        if largest > most:
+            raise CorruptFile(f"layers[{i}].tiers: {largest}, and no chunk fills more than {most}")
         if plan.executor == "cpu" and layer.all_groups:
             raise CorruptFile(f"layers[{i}].groups: executor cpu has no static programs")
         if plan.executor == "static" and layer.packed:

@@ -21,7 +21,7 @@ from .layer_facts import LayerFacts
 from .plan import Expected, Group, LayerPlan, Shared
 from .residency import Curve, Point
 from .skew import gini, top_share
-from .tiers import STEP, Ints, Tiers
+from .tiers import STEP, Ints, Tiers, slots_of
 
 Array = NDArray[np.float64]
 FLAT = 0.2  # Gini below which a refusal is put down to flat routing
@@ -136,7 +136,7 @@ def _shared_bundle(layer: Layer) -> Bundle | None:
     if layer.shared is None:
         return None
     _, parts = package_experts(layer.device, layer.shared, layer.weights)
-    return Bundle((0,), -(-layer.chunk // STEP) * STEP, parts, 0)
+    return Bundle((0,), slots_of(layer.chunk), parts, 0)
 
 
 def time_layer(

@@ -19,7 +19,7 @@ from .plan_layer import Layer, plan_layer
 from .pricing import FORCED_OVERFLOW, Timing, at_target, common, fastest, table
 from .progress import progress_bar
 from .residency import Curve, Point, SharedCost, curve, spend
-from .tiers import STEP, Ints, Tiers
+from .tiers import Ints, Tiers, slots_of
 
 Array = NDArray[np.float64]
 MEMORY_SHARE = 0.5  # of what the model leaves of the device's memory, by default
@@ -164,7 +164,7 @@ def plan_static(
     ]
     chosen = _choose(curves, options)
     hot = [c.order[: point.count] for c, point in zip(curves, chosen, strict=True)]
-    tiers = _final_tiers(timings, loads, hot, [price for price, _ in priced], options)
+    tiers = _final_tiers(timings, loads, hot, [price for price, _ in priced], chunk, options)
     layers = []
     for i in range(len(facts)):
         forced = options.force_hot is not None
@@ -179,8 +179,7 @@ def _shared_cost(device: Device, facts: LayerFacts, weights: str, chunk: int) ->
     expert = shared_expert_of(facts)
     if expert is None:
         return None
-    slots = -(-chunk // STEP) * STEP
-    static = float(static_seconds(device, expert, weights, 1, slots))
+    static = float(static_seconds(device, expert, weights, 1, slots_of(chunk)))
     cold = float(cold_seconds(device, expert, np.array(float(chunk))))
     return SharedCost(static, cold, expert.static_bytes(weights))
 
@@ -228,6 +227,7 @@ def _final_tiers(
     loads: list[Array],
     hot: list[Ints],
     of_layer: list[float],
+    chunk: int,
     options: Options,
 ) -> list[Tiers | None]:
     """Tiers of the hot experts alone, scaled; None for a layer without."""
@@ -244,5 +244,8 @@ def _final_tiers(
     if options.shared_tiers:
         one = common([table(x) for x in own.values()], list(prices.values()), options.max_tiers)
         best = [table(own[i], one).best(len(one), prices[i]) for i in some]
-    scaled = {i: t.scaled(options.capacity_factor) for i, t in zip(some, best, strict=True)}
+    scaled = {
+        i: t.scaled(options.capacity_factor, slots_of(chunk))
+        for i, t in zip(some, best, strict=True)
+    }
     return [scaled.get(i) for i in range(len(loads))]

@@ -13,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cache import cache_dir
+from .cache_trace import MOST_EXPERTS as MOST
 from .cache_trace import Trace, TracedLayer, TraceRecorder
 from .durable import digest, scratch_path
 from .errors import CorruptFile, IdentityMismatch, MoEError
 from .identity import ModelIdentity, check_same
+from .json_fields import Fields, is_count
 from .npz_file import read_npz, write_npz
 
 log = logging.getLogger(__name__)
@@ -171,9 +173,12 @@ class ExpertCounts:
         another kind of file or its numbers cannot be."""
         meta, arrays = read_npz(path, FORMAT, VERSION)
         try:
-            given = meta["identity"]
-            identity = None if given is None else ModelIdentity.from_json(given, str(path))
-            counts = cls([(str(name), int(experts)) for name, experts in meta["layers"]], identity)
+            take = Fields(meta, f"{path}: ")
+            identity = take.optional("identity", lambda k: ModelIdentity.from_json(take(k), k))
+            layers = [(name, experts) for name, experts in take.items("layers")]
+            if not all(isinstance(name, str) and is_count(n) and n <= MOST for name, n in layers):
+                raise take.wrong("layers", "names, each with a number of experts")
+            counts = cls(layers, identity)
             for kind, own in (("uses", counts.uses), ("follows", counts.follows)):
                 for i, array in enumerate(own):
                     found = arrays[f"{kind}.{i}"]

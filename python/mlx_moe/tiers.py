@@ -13,6 +13,14 @@ from numpy.typing import NDArray
 from .errors import InvalidArgument
 
 STEP = 32  # capacities are multiples of it, as the static programs want them
+LARGEST_CHUNK = 1 << 20  # tokens
+
+
+def slots_of(tokens: int) -> int:
+    """The capacity that so many tokens of one expert take, which is the most a chunk can."""
+    return -(-tokens // STEP) * STEP
+
+
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 _PRICES = (1.0, 1e5)  # in slots an overflow assignment; from none to next to no overflow
@@ -38,11 +46,11 @@ class Tiers:
         kept = self.of_expert[:count]
         return Tiers(tuple(np.unique(kept).tolist()), kept, self.cost)
 
-    def scaled(self, factor: float) -> "Tiers":
-        """Capacities times `factor`, rounded to the nearest multiple of STEP above 0."""
+    def scaled(self, factor: float, most: int) -> "Tiers":
+        """Capacities times `factor`, rounded to multiples of STEP, at least one and `most` slots."""
         if not 0 < factor < 1e3:
             raise InvalidArgument(f"capacity factor is {factor}, expected a number above 0")
-        steps = np.maximum(np.floor(self.of_expert * factor / STEP + 0.5), 1)
+        steps = np.clip(np.floor(self.of_expert * factor / STEP + 0.5), 1, most // STEP)
         scaled = steps.astype(np.int64) * STEP
         return Tiers(tuple(np.unique(scaled).tolist()), scaled, self.cost)
 

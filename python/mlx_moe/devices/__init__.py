@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CorruptFile, InvalidArgument
+from ..json_fields import Fields
 from ..measured import Measurements
 
 FOLDER = Path(__file__).parent
@@ -71,7 +72,7 @@ class Device:
     curves: Measurements | None = field(default=None, compare=False)
 
     def __getitem__(self, number: str) -> float:
-        return self.numbers[number].value
+        return float(self.numbers[number].value)
 
     @property
     def measured(self) -> bool:
@@ -100,40 +101,25 @@ class Device:
     @staticmethod
     def from_dict(data: Any, where: str) -> "Device":
         """Check a profile; `where` names it in errors (`CorruptFile`)."""
-        if not isinstance(data, dict):
-            raise CorruptFile(f"{where}: expected an object, found {type(data).__name__}")
-        if data.get("executor") not in EXECUTORS:
-            raise CorruptFile(
-                f"{where}: executor is {data.get('executor')!r}, expected one of {EXECUTORS}"
-            )
-        for key in ("name", "description"):
-            if not isinstance(data.get(key), str):
-                raise CorruptFile(f"{where}: {key} is {data.get(key)!r}, expected a text")
-        expected = NUMBERS[data["executor"]]
-        found = data.get("numbers")
-        if not isinstance(found, dict) or set(found) != set(expected):
-            names = sorted(found) if isinstance(found, dict) else found
-            raise CorruptFile(f"{where}: numbers are {names}, expected {sorted(expected)}")
-        numbers = {
-            name: _number(found[name], unit, f"{where}: {name}") for name, unit in expected.items()
-        }
+        take = Fields(data, where)
+        executor = take.one_of("executor", EXECUTORS)
+        expected = NUMBERS[executor]
+        found = take.fields("numbers", set(expected))
+        numbers = {name: _number(found, name, unit) for name, unit in expected.items()}
         measurements = None
-        if "measurements" in data:
-            measurements = Measurements.from_dict(data["measurements"], f"{where}: measurements")
-        return Device(data["name"], data["executor"], data["description"], numbers, measurements)
+        if "measurements" in take:
+            at = f"{take.prefix}measurements"
+            measurements = Measurements.from_dict(take("measurements"), at)
+        return Device(take.text("name"), executor, take.text("description"), numbers, measurements)
 
 
-def _number(data: Any, unit: str, where: str) -> Number:
-    if not isinstance(data, dict) or set(data) != {"value", "unit", "source", "measured"}:
-        raise CorruptFile(f"{where}: found {data!r}, expected value, unit, source and measured")
-    value = data["value"]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-        raise CorruptFile(f"{where}: value is {value!r}, expected a number above 0")
-    if data["unit"] != unit:
-        raise CorruptFile(f"{where}: unit is {data['unit']!r}, expected {unit!r}")
-    if not isinstance(data["source"], str) or not isinstance(data["measured"], bool):
-        raise CorruptFile(f"{where}: source must be a text and measured true or false")
-    return Number(value, unit, data["source"], data["measured"])
+def _number(numbers: Fields, name: str, unit: str) -> Number:
+    take = numbers.fields(name, {"value", "unit", "source", "measured"})
+    if not take.number("value"):
+        raise take.wrong("value", "a number above 0")
+    return Number(
+        take("value"), take.one_of("unit", (unit,)), take.text("source"), take.flag("measured")
+    )
 
 
 @cache
@@ -196,7 +182,7 @@ def read_device(path: Path) -> Device:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CorruptFile(f"{path}: not a device profile: {error}") from error
-    return Device.from_dict(data, str(path))
+    return Device.from_dict(data, f"{path}: ")
 
 
 def _with_own_memory(device: Device) -> Device:
