@@ -72,7 +72,7 @@ def test_any_stock_command_with_a_plan(tiny_model_path, planned) -> None:
 def test_a_plan_without_its_executor_is_said(tiny_model_path, planned) -> None:
     ran = generate(tiny_model_path, *planned)
     assert ran.returncode == 0, ran.stderr
-    assert "all experts stay on the CPU kernels; backend host" in ran.stderr
+    assert "all experts stay on the cold path; backend coreml" in ran.stderr
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,6 @@ def test_from_files(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "coreml"}, "coreml.*not part of this version"),
         ({"backend": "host"}, "give plan and artifacts"),
         ({"artifacts": "a"}, "artifacts go with the plan"),
         ({"plan": "p", "backend": "stock"}, "backend='stock' uses no plan"),
@@ -204,7 +203,7 @@ def test_without_an_executor_all_is_cold_and_said_so(tmp_path, backend: str, cap
     replacement = replace_moe_layers(model, plan, artifacts=artifacts, backend=backend)
     assert error(model(x, ids, scores), weighted(model, x, ids, scores)) < 1e-5
     assert "static" not in replacement.stats()["experts"]
-    assert "all experts stay on the CPU kernels; backend host" in caplog.text
+    assert "all experts stay on the cold path; backend coreml" in caplog.text
     assert replacement.note is not None and replacement.note in str(replacement)
     assert replacement.layers[0].residency == "8 of 8 experts hot in the plan, none here"
 

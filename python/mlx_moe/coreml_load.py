@@ -127,6 +127,14 @@ class CoreMLPrograms:
             text += f"; {len(cold)} are computed cold ({cold[0].id}: {cold[0].cold})"
         return text
 
+    def placement(self, ids: Sequence[str]) -> str:
+        """The same of some groups, for a table's cell."""
+        some = [self.reports[id] for id in ids]
+        good = sum(r.cold is None and bool(r.placement) for r in some)
+        unknown = sum(r.cold is None and not r.placement for r in some)
+        text = f"Neural Engine preferred for {good} of {len(some)} groups"
+        return f"{text}, not known for {unknown}" if unknown else text
+
     def _load(self, entry: PackageEntry, kept: Path, report: Report) -> None:
         if report.cold is None:
             try:

@@ -27,6 +27,14 @@ def evaluate(*arrays: mx.array) -> None:
         raise CannotEvaluate from error
 
 
+def begin(array: mx.array) -> None:
+    """Have MLX compute `array`, without waiting for it except inside `mx.grad`."""
+    try:
+        mx.async_eval(array)
+    except ValueError:  # which eval can do there and this cannot
+        evaluate(array)
+
+
 def eager(compute: Function, stock: Function, arrays: Sequence[mx.array]) -> mx.array:
     """`compute(*arrays)` now, with the derivatives of `stock(*arrays)`.
 

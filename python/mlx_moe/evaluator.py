@@ -225,8 +225,8 @@ def check_hot(sides: Sequence[Side], chunk: int) -> None:
             raise InvalidArgument(
                 f"no assignment ran on the static executor (capacity factor: {side.name}), so "
                 "this would say nothing of the plan: it has no hot experts here, its static path "
-                f"starts above {chunk} tokens, or the backend is not 'host'; --allow-cold "
-                "(allow_cold=True) reports all the same"
+                f"starts above {chunk} tokens, or the backend is neither 'host' nor 'coreml'; "
+                "--allow-cold (allow_cold=True) reports all the same"
             )
 
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchLinear
 
-from . import core
+from . import cold_ops, core
 from .custom import CannotEvaluate, eager, evaluate, filled, token_rows
 from .deferred import Deferred
 from .errors import InvalidArgument
@@ -49,6 +50,11 @@ class Layer:
     observer: "Observer | None" = field(default=None, compare=False)
     static: StaticPath | None = field(default=None, compare=False)
     packed: "PackedCopies | None" = field(default=None, compare=False)
+
+    @property
+    def in_ops(self) -> bool:
+        """Whether what is not static is left to MLX's own operations."""
+        return self.static is not None and self.static.ops
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,8 @@ def forward(module: Any, layer: Layer, x: mx.array, indices: mx.array) -> Any:
         return type(module)._moe_base.__call__(module, x, indices)
     static = layer.static if layer.static is not None and layer.static.takes(tokens) else None
     watched = layer.observer is not None or static is not None
+    if not watched and layer.in_ops:  # decoding: a lazy graph, in which nothing is read
+        return type(module)._moe_base.__call__(module, x, indices)
     if not watched and _is_small(module, layer, indices.size):
         layer.counters.left_small()
         return type(module)._moe_base.__call__(module, x, indices)
@@ -225,6 +233,8 @@ class Call:
             y = self._stock(x, groups)
             return y if weights is None else (y * weights).sum(axis=-2)
 
+        if self.static is None and self.layer.in_ops:
+            return stock(*arrays)
         try:
             return eager(compute, stock, arrays)
         except CannotEvaluate:
@@ -239,14 +249,16 @@ class Call:
         except InvalidArgument as error:
             raise InvalidArgument(f"{self.layer.name}: {error}") from error
 
-    def _stock(self, x: mx.array, groups: list[Sequence[mx.array]]) -> mx.array:
-        """The module's own forward, with other weight arrays."""
+    def _stock(
+        self, x: mx.array, groups: list[Sequence[mx.array]], ids: mx.array | None = None
+    ) -> mx.array:
+        """The module's own forward, with other weight arrays, also of other rows and experts."""
         base = type(self.module)._moe_base
         twin = shallow_copy(self.module, base)
         names = PROJECTIONS[self.layer.kind]
         for name, linear, arrays in zip(names, self.linears, groups, strict=True):
             twin[name] = linear.twin(arrays)
-        return base.__call__(twin, x, self.indices)
+        return base.__call__(twin, x, self.indices if ids is None else ids)
 
     def _compute(
         self, x: mx.array, groups: list[Sequence[mx.array]], scores: mx.array | None
@@ -255,6 +267,10 @@ class Call:
         if ids.dtype not in INDEX_DTYPES:
             ids = ids.astype(mx.int32)
         weights = weight_arrays(self.linears, groups)
+        if self.static is not None and self.static.ops:
+            stock = partial(self._stock, groups=groups)
+            shape, dtype = (self.shape, self.dtype) if scores is None else self._sum_of(scores)
+            return cold_ops.run(self.static, stock, x, ids, scores, weights, shape, dtype)
         if self.fused and x.dtype != self.dtype:
             x = x.astype(self.dtype)
         if self.static is not None or not self.fused:

@@ -17,7 +17,7 @@ from .dense import replace_linear_layers
 from .errors import ModelNotFound, MoEError, NoMoELayers
 from .replace import replace_moe_layers, resolve_backend
 from .replacement import Replacement
-from .static import Importance, Overflow
+from .static import EXECUTORS, Importance, Overflow
 
 log = logging.getLogger("mlx_moe")
 
@@ -65,7 +65,7 @@ class Replaced:
             layers = [layer for layer in self.moe.layers if layer.kind == "experts"]
             replaced = any(layer.backend != "stock" for layer in layers)
             moe = f"{len(layers)} MoE layers {'replaced' if replaced else 'left to stock'}"
-            if static := [layer for layer in self.moe.layers if layer.backend == "host"]:
+            if static := [layer for layer in self.moe.layers if layer.backend in EXECUTORS]:
                 moe += f", {len(static)} with a static path"
         names = [layer.name for layer in self.dense.layers] if self.dense else []
         count = len([name for name in names if name != attention.NAME])

@@ -13,7 +13,7 @@ from .errors import InvalidArgument, NoMoELayers, UnsupportedLayer
 from .find import family_of, find_modules, named_modules, switch_kind, top_k_of
 from .layers import LINEARS, PROJECTIONS, Layer, replaced_class
 from .replacement import ReplacedLayer, Replacement
-from .static import IMPORTANCES, OVERFLOWS, Importance, Overflow
+from .static import EXECUTORS, IMPORTANCES, OVERFLOWS, Importance, Overflow
 from .static_load import open_plan
 from .static_replace import Prepared, detach, prepare
 from .static_shared import shared_class
@@ -25,14 +25,13 @@ BACKENDS = ("auto", "stock", "cpu", "host", "coreml")
 
 def resolve_backend(backend: str) -> str:
     """ "cpu" or "stock" for a `backend` argument; "auto" is "cpu" where MLX runs on the CPU, and
-    "host" is a plan's static half beside "cpu"."""
+    "host" and "coreml" are a plan's static half beside "cpu"."""
     check_choice("backend", backend, BACKENDS)
-    if backend == "coreml":
+    if backend == "coreml" and (missing := core.coreml_missing()):
         raise InvalidArgument(
-            "backend='coreml' is not part of this version; backend='host' runs a plan's programs "
-            "on the CPU"
+            f"backend='coreml': {missing}; backend='host' runs a plan's programs on the CPU"
         )
-    if backend == "host":
+    if backend in EXECUTORS:
         backend = "cpu"
     if backend == "auto":
         backend = "cpu" if mx.default_device().type == mx.DeviceType.cpu else "stock"
@@ -72,11 +71,14 @@ def replace_moe_layers(
         artifacts: the directory in which the plan's programs were compiled.
         backend: "cpu" (the kernels), "stock" (list the layers, run mlx-lm's own code), "host"
             (a plan's hot experts in half precision on the static shapes of its programs, also
-            computed by the CPU; the others on the kernels), or "auto": "cpu" where MLX's default
-            device is the CPU, else "stock". "auto" and "cpu" leave a plan's programs alone, and
-            the `Replacement` says so.
+            computed by the CPU; the others on the kernels), "coreml" (the same programs in Core
+            ML, on macOS; experts of those that do not land on the Neural Engine are computed
+            with the others), or "auto": "cpu" where MLX's default device is the CPU, else
+            "stock". "auto" and "cpu" leave a plan's programs alone, and the `Replacement` says
+            so. Where MLX computes on the GPU, "host" and "coreml" leave all that is not in a
+            program to MLX.
         overflow: what a plan does with assignments beyond capacity: "spill" computes them on
-            the kernels, exactly; "prune" leaves the least important out, as NPUMoE does.
+            the path of the others, exactly; "prune" leaves the least important out, as NPUMoE does.
         importance: what pruning goes by, "router" (scores) or "norm" (of the token's input).
         checkpoint: the model's directory, to compare its files with the plan's too.
         strict: if False, layers that cannot be replaced stay stock and are listed so.
@@ -85,8 +87,9 @@ def replace_moe_layers(
         The `Replacement`.
 
     Raises:
-        InvalidArgument: an argument is not one of the above, the CPU kernels cannot run as
-            MLX_MOE_ISA or MLX_MOE_NUM_THREADS says, or the plan's layers are not the model's.
+        InvalidArgument: an argument is not one of the above, there is no Core ML here, the CPU
+            kernels cannot run as MLX_MOE_ISA or MLX_MOE_NUM_THREADS says, or the plan's layers
+            are not the model's.
         IdentityMismatch: the plan is another model's.
         CorruptFile: the plan or its artifacts are not what was written.
         NoMoELayers: the model has no expert layers; nothing was changed.
@@ -111,8 +114,7 @@ def replace_moe_layers(
         )
     prepared = None
     if plan is not None:
-        host = backend == "host"
-        opened = open_plan(model, plan, artifacts, host, overflow, importance, checkpoint)
+        opened = open_plan(model, plan, artifacts, backend, overflow, importance, checkpoint)
         prepared = prepare(opened, found, named_modules(model), logged)
     return _replace(model, found, prepared)
 
@@ -120,8 +122,8 @@ def replace_moe_layers(
 def _check_plan_arguments(plan: Any, artifacts: Any, backend: str) -> None:
     if plan is None and artifacts is not None:
         raise InvalidArgument("artifacts go with the plan that they were compiled from: give both")
-    if plan is None and backend == "host":
-        raise InvalidArgument("backend='host' runs a plan's programs: give plan and artifacts")
+    if plan is None and backend in EXECUTORS:
+        raise InvalidArgument(f"{backend=} runs a plan's programs: give plan and artifacts")
     if plan is not None and backend == "stock":
         raise InvalidArgument("backend='stock' uses no plan: leave plan=None")
 

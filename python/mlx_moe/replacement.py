@@ -20,7 +20,8 @@ class ReplacedLayer:
         experts: number of experts, None for a dense layer.
         dtype: of the values ("bfloat16"), or the mode ("mxfp4") of floating-point formats.
         bits: per weight if quantised (the most, where projections differ), else None.
-        backend: "cpu", "stock", or "host" (a plan's static executor, and "cpu" beside it).
+        backend: "cpu", "stock", or a plan's static executor, "host" or "coreml", beside which
+            the cold path is "cpu", or "stock" where MLX computes on the GPU.
         residency: what a plan does here, in words; None without one.
     """
 
@@ -58,7 +59,7 @@ class Replacement:
 
     Attributes:
         layers: a `ReplacedLayer` for each layer, in the model's order.
-        note: why a plan's static path is not taken, else None.
+        note: why a plan's static path is not taken, or where its programs run; else None.
     """
 
     layers: list[ReplacedLayer]

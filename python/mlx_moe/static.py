@@ -15,6 +15,7 @@ Overflow = Literal["spill", "prune"]
 Importance = Literal["router", "norm"]
 OVERFLOWS = ("spill", "prune")
 IMPORTANCES = ("router", "norm")
+EXECUTORS = ("host", "coreml")  # backends that run a plan's programs
 UNLIMITED = np.iinfo(np.int32).max
 
 

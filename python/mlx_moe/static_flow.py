@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import core, static_buffers
-from .custom import filled
+from .custom import evaluate, filled
 from .static import Ints, Split, StaticLayer, Tile, tile_load
 from .stats import StaticCounters
 
 NOT_FINITE = "not finite"  # what an executor says of a tile with an infinity or a NaN in it
 
-Cold = Callable[[Ints], mx.array]  # assignments [n] -> their outputs [n, D], evaluated
+Cold = Callable[[Ints], mx.array]  # assignments [n] -> their outputs [n, D], begun or done
 Rows = tuple[Any, Ints]  # outputs [n, D] and their assignments, -1 for none
 
 logger = logging.getLogger("mlx_moe")
@@ -54,6 +54,7 @@ def run(
     cold: Cold,
     width: int,
     dtype: mx.Dtype,
+    whole: Callable[[], mx.array] | None = None,
 ) -> mx.array:
     """One forward of a layer.
 
@@ -61,7 +62,8 @@ def run(
         x: rows of input [T, K], evaluated and contiguous.
         ids: expert ids [T, k], uint32 or int32, evaluated and contiguous.
         scores: [T, k] f32, evaluated, or None where they do not reach us.
-        cold: computes assignments on the layer's own path.
+        cold: computes assignments on the layer's own path, or begins to.
+        whole: the same for all of them together, with the weighted sum.
 
     Returns:
         With scores the weighted sums [T, width], without them outputs [T, k, width], of `dtype`;
@@ -71,6 +73,9 @@ def run(
         importance = _importance(layer, counters, x, ids, scores)
         split = layer.split(ids, importance)
     pruned = importance is not None
+    if whole is not None and split.cold.size == ids.size:
+        _count(counters, split, [], pruned)
+        return whole()
     with counters.timed("pack"):
         sent = _packed(split.tiles, x, ids.shape[-1])
     with counters.timed("submit"):
@@ -85,6 +90,8 @@ def run(
     sources += [s.rows() for s in good]
     if lost:
         sources.append(_cold(counters, cold, np.concatenate([s.assignments for s in lost])))
+    with counters.timed("cold"):
+        evaluate(*[rows for rows, _ in sources if isinstance(rows, mx.array)])
     _count(counters, split, sent, pruned)
     with counters.timed("combine"):
         return combined(sources, tuple(ids.shape), scores, width, dtype)

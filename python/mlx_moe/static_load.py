@@ -2,23 +2,24 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 import numpy as np
 
-from . import core, hub
+from . import hub
 from .activations import recognise
 from .errors import CorruptArtifact, InvalidArgument
 from .facts import layer_facts
 from .identity import identity_of_model
 from .manifest import Manifest
-from .package_entry import TENSORS, PackageEntry
+from .package_entry import PackageEntry
 from .plan import Group as PlannedGroup
 from .plan import LayerPlan, Plan, read_plan
-from .static import Group, Importance, Overflow, StaticLayer
+from .static import EXECUTORS, Group, Importance, Overflow, StaticLayer
+from .static_programs import Programs, open_programs
 
 # Facts that must be the model's; the others say how it was calibrated.
 FACTS = ("kind", "experts", "hidden", "inner", "activation", "biases", "weights", "shared")
@@ -32,13 +33,17 @@ class Opened:
 
     Attributes:
         plan: as loaded.
+        backend: whose executor its programs are for, "host" or "coreml"; None for neither.
         static: static layers by module name, the shared experts' too; empty where the plan's
             static path is not taken.
-        note: why it is not taken, or None.
+        programs: what the static layers run; None without any.
+        note: why the static path is not taken, or what came of its programs; or None.
     """
 
     plan: Plan
-    static: dict[str, StaticLayer]
+    backend: str | None
+    static: dict[str, StaticLayer] = field(default_factory=dict)
+    programs: Programs | None = None
     note: str | None = None
 
     def residency(self, name: str) -> str:
@@ -46,23 +51,28 @@ class Opened:
         planned = self.plan.layer(name)
         if not planned.groups:
             return "no static path"
-        hot = f"{len(planned.hot)} of {planned.facts.experts} experts hot"
-        return hot if name in self.static else f"{hot} in the plan, none here"
+        of_all = f"of {planned.facts.experts} experts hot"
+        if self.programs is None:
+            return f"{len(planned.hot)} {of_all} in the plan, none here"
+        count = int(self.static[name].hot.sum()) if name in self.static else 0
+        placement = self.programs.placement([group.id for group in planned.groups])
+        return f"{count} {of_all}" + (f"; {placement}" if placement else "")
 
 
 def open_plan(
     model: nn.Module,
     plan: Any,
     artifacts: str | Path | None,
-    host: bool,
+    backend: str,
     overflow: Overflow,
     importance: Importance,
     files: str | Path | None,
 ) -> Opened:
-    """Read and check a plan, and load its programs where `host`.
+    """Read and check a plan, and load its programs where a backend runs them.
 
     Args:
         plan: as `read_plan` takes it; `artifacts` can be hf://user/repo/... too.
+        backend: as for `replace_moe_layers`.
         files: the model's directory, where known.
 
     Raises:
@@ -75,25 +85,26 @@ def open_plan(
     what = f"the plan {plan}" if isinstance(plan, str | Path) else "the plan"
     loaded.check_model(identity_of_model(model, files), what)
     check_layers(model, loaded, what)
-    opened = Opened(loaded, {})
+    opened = Opened(loaded, backend if backend in EXECUTORS else None)
     if loaded.executor == "cpu":
-        if host:
+        if opened.backend:
             raise InvalidArgument(
-                f"{what} is for the CPU kernels alone; backend='host' runs plans for a static "
+                f"{what} is for the CPU kernels alone; backend={backend!r} runs plans for a static "
                 "executor: plan for an Apple device (mlx_moe plan --device ...)"
             )
         return opened
-    if not host:
+    if not opened.backend:
         opened.note = (
             f"{what} is for a static executor, and none is in use here: all experts stay on the "
-            "CPU kernels; backend host runs the plan on the CPU, to test it"
+            "cold path; backend coreml runs its programs in Core ML (macOS), host on the CPU, to "
+            "test them"
         )
         logger.info("%s", opened.note)
         return opened
     if not any(layer.all_groups for layer in loaded.layers):
         opened.note = (
             f"{what} has a static path on no layer ({loaded.layers[0].reason}): all experts stay "
-            "on the CPU kernels"
+            "on the cold path"
         )
         logger.info("%s", opened.note)
         return opened
@@ -102,7 +113,13 @@ def open_plan(
             f"{what} needs its artifacts: give the directory that `mlx_moe compile` wrote "
             "(--artifacts DIR, artifacts=DIR)"
         )
-    opened.static = load_programs(model, loaded, hub.resolve(artifacts), overflow, importance)
+    rules = overflow, importance
+    opened.static, opened.programs = load_programs(
+        model, loaded, hub.resolve(artifacts), opened.backend, *rules
+    )
+    opened.note = opened.programs.summary()
+    if opened.note:
+        logger.info("%s", opened.note)
     return opened
 
 
@@ -128,45 +145,78 @@ def check_layers(model: nn.Module, plan: Plan, what: str) -> None:
 
 
 def load_programs(
-    model: nn.Module, plan: Plan, directory: Path, overflow: Overflow, importance: Importance
-) -> dict[str, StaticLayer]:
-    """The static layers of a plan, their programs in one host executor."""
+    model: nn.Module,
+    plan: Plan,
+    directory: Path,
+    backend: str,
+    overflow: Overflow,
+    importance: Importance,
+) -> tuple[dict[str, StaticLayer], Programs]:
+    """The static layers of a plan, and their programs in one executor."""
     manifest = Manifest.load(directory)
     manifest.check_plan(plan)
     manifest.verify()
-    executor = core.HostExecutor()
     modules = dict(model.named_modules())
+    parts = [part for layer in plan.layers for part in static_parts(layer)]
+    ids = [group.id for part in parts for group in part.groups]
+    for part in parts:
+        check_activation(modules[part.name], part, [manifest.package(g.id) for g in part.groups])
+        for group in part.groups:
+            check_package(manifest, part, group)
+    programs = open_programs(backend, manifest, ids)
     static: dict[str, StaticLayer] = {}
-    for layer in plan.layers:
-        parts = [(layer.name, layer.facts.kind, layer.facts.experts, layer.groups)]
-        if layer.shared is not None:
-            parts.append((layer.shared.name, "glu", 1, layer.shared.groups))
-        for name, kind, experts, groups in parts:
-            if not groups:
-                continue
-            check_activation(modules[name], kind, name, [manifest.package(g.id) for g in groups])
-            static[name] = StaticLayer(
-                name,
-                executor,
-                [load_group(executor, manifest, layer, name, g) for g in merged(groups)],
-                experts,
-                layer.static_from,
-                overflow,
-                importance,
+    for part in parts:
+        groups = [load_group(programs, part.layer, g) for g in merged(part.groups)]
+        here = [group for group in groups if group is not None]
+        if here:
+            start = part.layer.static_from
+            static[part.name] = StaticLayer(
+                part.name, programs.executor, here, part.experts, start, overflow, importance
             )
-    return static
+    return static, programs
 
 
-def check_activation(module: Any, kind: str, name: str, entries: Sequence[PackageEntry]) -> None:
+@dataclass(frozen=True)
+class StaticPart:
+    """A layer's experts, or the shared expert beside them, with groups in the plan."""
+
+    layer: LayerPlan
+    name: str
+    kind: str
+    experts: int
+    groups: Sequence[PlannedGroup]
+
+
+def static_parts(layer: LayerPlan) -> list[StaticPart]:
+    parts = [StaticPart(layer, layer.name, layer.facts.kind, layer.facts.experts, layer.groups)]
+    if layer.shared is not None:
+        parts.append(StaticPart(layer, layer.shared.name, "glu", 1, layer.shared.groups))
+    return [part for part in parts if part.groups]
+
+
+def check_activation(module: Any, part: StaticPart, entries: Sequence[PackageEntry]) -> None:
     """Raise CorruptArtifact unless the programs have the module's activation."""
-    found = recognise(module, kind, name)
+    found = recognise(module, part.kind, part.name)
     for entry in entries:
         if (entry.activation, entry.activation_parameters) != (found.name, found.parameters):
             raise CorruptArtifact(
-                f"{name}: the program {entry.id!r} has the activation {entry.activation} "
+                f"{part.name}: the program {entry.id!r} has the activation {entry.activation} "
                 f"{entry.activation_parameters}, the layer {found.name} {found.parameters}; "
                 "compile again"
             )
+
+
+def check_package(manifest: Manifest, part: StaticPart, group: PlannedGroup) -> None:
+    """Raise CorruptArtifact unless a group's package is of its experts, split and capacities."""
+    entry, layer = manifest.package(group.id), part.layer
+    capacities = layer.capacities(group)
+    wanted = (part.name, group.experts, group.split, layer.facts.hidden, capacities)
+    found = (entry.layer, entry.experts, entry.split, entry.hidden)
+    if wanted != (*found, tuple(sorted(entry.functions))):
+        raise CorruptArtifact(
+            f"{manifest.directory}: the package {group.id!r} is {found}, and the plan's group "
+            f"{wanted}; compile again"
+        )
 
 
 def merged(groups: Sequence[PlannedGroup]) -> list[list[PlannedGroup]]:
@@ -177,47 +227,12 @@ def merged(groups: Sequence[PlannedGroup]) -> list[list[PlannedGroup]]:
     return [sorted(parts, key=lambda g: g.split) for parts in by_experts.values()]
 
 
-def load_group(
-    executor: Any,
-    manifest: Manifest,
-    layer: LayerPlan,
-    name: str,
-    parts: Sequence[PlannedGroup],
-) -> Group:
-    """A group whose programs are in the executor."""
-    first, capacities = parts[0], layer.capacities(parts[0])
-    programs = []
-    for part in parts:
-        entry = manifest.package(part.id)
-        wanted = (name, part.experts, part.split, layer.facts.hidden, capacities)
-        found = (entry.layer, entry.experts, entry.split, entry.hidden)
-        if wanted != (*found, tuple(sorted(entry.functions))):
-            raise CorruptArtifact(
-                f"{manifest.directory}: the package {part.id!r} is {found}, and the plan's group "
-                f"{wanted}; compile again"
-            )
-        programs.append(load_program(executor, manifest.directory, entry))
+def load_group(programs: Programs, layer: LayerPlan, parts: Sequence[PlannedGroup]) -> Group | None:
+    """A group whose programs are in the executor; None if one of them is not."""
+    numbers = [programs.number(part.id) for part in parts]
+    found = tuple(n for n in numbers if n is not None)
+    if len(found) < len(numbers):
+        return None
+    first = parts[0]
     experts = np.array(first.experts, np.int32)
-    return Group(first.id, experts, capacities, tuple(programs), first.spill_limit)
-
-
-def load_program(executor: Any, directory: Path, entry: PackageEntry) -> int:
-    """The executor's number for a package, run from its weight file."""
-
-    def place(tensor: Any) -> tuple[int, int | None] | None:
-        return None if tensor is None else (tensor.offset, tensor.scale_offset)
-
-    try:
-        return int(
-            executor.load(
-                str(directory / entry.path / entry.blob),
-                entry.hidden,
-                entry.inner,
-                entry.activation,
-                sorted(entry.functions),
-                [tuple(place(getattr(e, key)) for key in TENSORS) for e in entry.tensors],
-                entry.activation_parameters,
-            )
-        )
-    except InvalidArgument as error:
-        raise CorruptArtifact(f"{entry.layer}: group {entry.id!r}: {error}") from error
+    return Group(first.id, experts, layer.capacities(first), found, first.spill_limit)

@@ -1,6 +1,6 @@
 """What a replaced layer keeps of its static half, and whether its weights are still those."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -33,11 +33,19 @@ class StaticPath:
 
     Args:
         arrays: the weights that were compiled, all of the layer's.
+        ops: the cold path is MLX's own operations, see `cold_ops`; else the CPU kernels.
     """
 
-    def __init__(self, layer: StaticLayer, counters: StaticCounters, arrays: Sequence[mx.array]):
+    def __init__(
+        self,
+        layer: StaticLayer,
+        counters: StaticCounters,
+        arrays: Sequence[mx.array],
+        ops: bool = False,
+    ):
         self.layer: StaticLayer | None = layer
         self.counters = counters
+        self.ops = ops
         self._watched: Watched | None = Watched(arrays)
 
     def takes(self, tokens: int) -> bool:
@@ -69,14 +77,15 @@ class StaticPath:
         cold: Cold,
         width: int,
         dtype: mx.Dtype,
+        whole: Callable[[], mx.array] | None = None,
     ) -> mx.array:
         """See static_flow.run."""
         assert self.layer is not None
-        return static_flow.run(self.layer, self.counters, x, ids, scores, cold, width, dtype)
+        return static_flow.run(self.layer, self.counters, x, ids, scores, cold, width, dtype, whole)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StaticPath":
         """Of a copied model: the programs are shared, the weights are watched from now on."""
         other = StaticPath.__new__(StaticPath)
-        other.layer, other._watched = self.layer, None
+        other.layer, other._watched, other.ops = self.layer, None, self.ops
         other.counters = StaticCounters(self.counters.name, set())
         return other

@@ -5,7 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from . import core
+from . import cold_ops, core
 from .errors import UnsupportedLayer
 from .layers import PROJECTIONS, PackedCopies, weight_arrays
 from .replacement import ReplacedLayer
@@ -44,7 +44,7 @@ class Prepared:
                 row.residency = self._residency(row)
             if (path := self.paths.get(row.name)) is not None:
                 row._layer.static, row._layer.counters.static = path, path.counters
-                row.backend = "host"
+                row.backend = str(self.opened.backend)
 
     def _residency(self, row: ReplacedLayer) -> str:
         if self.opened.plan.executor == "static":
@@ -75,7 +75,10 @@ def prepare(opened: Opened, found: Found, modules: dict[str, Any], logged: set[s
         UnsupportedLayer: a layer has adapters, or its scores are needed and do not reach us.
     """
     prepared = Prepared(opened)
+    ops = opened.backend is not None and cold_ops.on_gpu()
     for module, row in found:
+        if ops and row.name not in opened.static:
+            row.backend, row._layer = "stock", None  # the CPU kernels have no part here
         if row._layer is not None and (copies := pack(opened, module, row)) is not None:
             prepared.packed[row.name] = copies
         static = opened.static.get(row.name)
@@ -84,18 +87,19 @@ def prepare(opened: Opened, found: Found, modules: dict[str, Any], logged: set[s
         check_scores(static, row)
         plain = row._layer.linears
         linears = read_linears(module, row.name, PROJECTIONS[row._layer.kind], plain)
-        prepared.paths[row.name] = path_of(static, linears, logged)
+        prepared.paths[row.name] = path_of(static, linears, logged, ops)
     for planned in opened.plan.layers:
         shared = planned.shared
         if shared is None or (static := opened.static.get(shared.name)) is None:
             continue
         module = modules[shared.name]
         linears = read_linears(module, shared.name, SHARED_PROJECTIONS, SHARED_LINEARS)
-        path = prepared.paths[shared.name] = path_of(static, linears, logged)
+        path = prepared.paths[shared.name] = path_of(static, linears, logged, ops)
         layer = SharedLayer(shared.name, Counters(shared.name, logged), path)
         dtype, bits = describe(module[SHARED_PROJECTIONS[0]])
         family = planned.facts.family
-        row = ReplacedLayer(shared.name, "shared", family, None, dtype, bits, "host", layer, 1)
+        backend = str(opened.backend)
+        row = ReplacedLayer(shared.name, "shared", family, None, dtype, bits, backend, layer, 1)
         prepared.shared.append((module, row))
     return prepared
 
@@ -115,8 +119,8 @@ def pack(opened: Opened, module: Any, row: ReplacedLayer) -> PackedCopies | None
     return PackedCopies(copies, planned.static_from)
 
 
-def path_of(static: StaticLayer, linears: list[Linear], logged: set[str]) -> StaticPath:
-    return StaticPath(static, StaticCounters(static.name, logged), weight_arrays(linears))
+def path_of(static: StaticLayer, linears: list[Linear], logged: set[str], ops: bool) -> StaticPath:
+    return StaticPath(static, StaticCounters(static.name, logged), weight_arrays(linears), ops)
 
 
 def check_scores(static: StaticLayer, row: ReplacedLayer) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .custom import CannotEvaluate, eager, evaluate, token_rows
+from .custom import CannotEvaluate, begin, eager, evaluate, token_rows
 from .layers import weight_arrays
 from .static import Ints
 from .static_path import StaticPath
@@ -70,7 +70,7 @@ def forward(module: Any, layer: SharedLayer, x: mx.array) -> mx.array:
 
         def cold(assignments: Ints) -> mx.array:
             y = base.__call__(module, rows[mx.array(assignments)])
-            evaluate(y)
+            begin(y)
             return y
 
         ids = mx.zeros((tokens, 1), mx.uint32)

@@ -13,8 +13,9 @@ from typing import Any
 
 from ..durable import whole
 from ..errors import InvalidArgument, MoEError
-from ..static import IMPORTANCES, OVERFLOWS
+from ..static import EXECUTORS, IMPORTANCES, OVERFLOWS
 
+PLAN_BACKENDS = ("auto", "stock", "cpu", *EXECUTORS)
 INTERRUPTED = 130  # what a shell reports for a process that SIGINT ended
 
 
@@ -29,14 +30,14 @@ def add_backend_option(parser: argparse._ActionsContainer) -> None:
 
 
 def add_plan_options(parser: argparse._ActionsContainer) -> None:
-    """--plan and what goes with it, and --backend with "host" as a choice."""
+    """--plan and what goes with it, and --backend with "host" and "coreml" as choices."""
     parser.add_argument(
         "--backend",
-        choices=("auto", "stock", "cpu", "host"),
+        choices=PLAN_BACKENDS,
         default="auto",
         help="Where the replaced layers run; auto: the CPU kernels where MLX itself computes "
-        "on the CPU, else stock; host: the plan's hot experts on its static programs, computed "
-        "by the CPU too (default: auto)",
+        "on the CPU, else stock; coreml: the plan's hot experts on its static programs in Core ML "
+        "(macOS); host: these computed by the CPU too (default: auto)",
     )
     parser.add_argument(
         "--plan", metavar="FILE", help="Which expert runs where: a plan.json, or hf://..."
@@ -52,8 +53,8 @@ def add_overflow_options(parser: argparse._ActionsContainer) -> None:
         "--overflow",
         choices=OVERFLOWS,
         default="spill",
-        help="Assignments that the static programs have no room for: spill computes them on the "
-        "kernels, prune leaves the least important out (default: spill)",
+        help="Assignments that the static programs have no room for: spill computes them like "
+        "those of other experts, prune leaves the least important out (default: spill)",
     )
     parser.add_argument(
         "--importance",
@@ -67,8 +68,10 @@ def add_overflow_options(parser: argparse._ActionsContainer) -> None:
 def plan_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """What `replace_moe_layers` takes beside the backend; empty without a plan."""
     if args.plan is None and args.artifacts is None:
-        if args.backend == "host":
-            raise InvalidArgument("--backend host runs a plan's programs: give --plan, --artifacts")
+        if args.backend in EXECUTORS:
+            raise InvalidArgument(
+                f"--backend {args.backend} runs a plan's programs: give --plan, --artifacts"
+            )
         return {}
     names = ("plan", "artifacts", "overflow", "importance")
     return {name: getattr(args, name) for name in names}

@@ -21,6 +21,7 @@ from ..replace import resolve_backend
 from ..text import text_files
 from .benchmark import machine
 from .common import (
+    PLAN_BACKENDS,
     add_json_option,
     add_overflow_options,
     add_trust_option,
@@ -107,7 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_trust_option(parser)
     parser.add_argument(
         "--backend",
-        choices=("auto", "stock", "cpu", "host"),
+        choices=PLAN_BACKENDS,
         default="auto",
         help="Where the replaced layers run; auto: host for a plan, else as for generate "
         "(default: auto)",

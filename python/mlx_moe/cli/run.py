@@ -18,7 +18,7 @@ from .common import (
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx_moe run",
-        usage="mlx_moe run [-h] [--backend {auto,stock,cpu,host}] "
+        usage="mlx_moe run [-h] [--backend {auto,stock,cpu,host,coreml}] "
         "[--stats {summary,layers,json,none}] [--plan FILE --artifacts DIR] COMMAND ...",
         description="Run a stock mlx-lm command, such as `mlx_lm.server --model M` or "
         "`mlx_lm generate --model M`, with the layers of every model that it loads replaced. "
