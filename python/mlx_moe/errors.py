@@ -71,3 +71,7 @@ class StoreBusy(MoEError, TimeoutError):
 
 class MemoryLimit(MoEError, ValueError):
     """The memory that experts may take is too little for what was asked."""
+
+
+class ExpertsOnDisk(MoEError, RuntimeError):
+    """Expert weights that stay on disk were needed in memory: to train, save, fuse or quantise."""

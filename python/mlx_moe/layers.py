@@ -38,6 +38,7 @@ class Layer:
             [..., k], scores [..., k, 1] or None where they do not reach us), not evaluated.
         static: runs forwards of many tokens on a static executor.
         packed: experts that a plan keeps in the kernels' own layout, too.
+        stored: where its experts are if they stay on disk (`stored_layer.Stored`).
     """
 
     name: str
@@ -50,6 +51,7 @@ class Layer:
     observer: "Observer | None" = field(default=None, compare=False)
     static: StaticPath | None = field(default=None, compare=False)
     packed: "PackedCopies | None" = field(default=None, compare=False)
+    stored: Any = field(default=None, compare=False)
 
     @property
     def in_ops(self) -> bool:

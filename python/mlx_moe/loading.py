@@ -15,6 +15,7 @@ import mlx_lm.utils
 from . import attention
 from .dense import replace_linear_layers
 from .errors import ModelNotFound, MoEError, NoMoELayers
+from .expert_memory import ExpertMemory
 from .replace import replace_moe_layers, resolve_backend
 from .replacement import Replacement
 from .static import EXECUTORS, Importance, Overflow
@@ -27,7 +28,7 @@ class Replaced:
     """A model and what was replaced in it; None where nothing was.
 
     Attributes:
-        plan: further arguments of `replace_moe_layers`: plan, artifacts, overflow, ...
+        plan: further arguments of `replace_moe_layers`: plan, artifacts, expert_memory, ...
     """
 
     model: nn.Module
@@ -58,6 +59,12 @@ class Replaced:
                 replacement.restore()
         self.moe = self.dense = None
 
+    def read(self) -> None:
+        """Read what is not read yet of a lazily loaded model, from the same files as its store."""
+        mx.eval(self.model.parameters())
+        if self.moe is not None and self.moe.store is not None:
+            self.moe.store.check_files()
+
     def __str__(self) -> str:
         name = type(self.model).__module__.rpartition(".")[2]
         moe = "no MoE layers"
@@ -70,7 +77,8 @@ class Replaced:
         names = [layer.name for layer in self.dense.layers] if self.dense else []
         count = len([name for name in names if name != attention.NAME])
         dense = f", {count} dense layers replaced" if count else ""
-        return f"{name}: {moe}{dense}"
+        note = f"; {self.moe.note}" if self.moe is not None and self.moe.store is not None else ""
+        return f"{name}: {moe}{dense}{note}"
 
 
 def replace_layers(model: nn.Module, backend: str, plan: dict[str, Any] | None = None) -> Replaced:
@@ -136,13 +144,17 @@ def load(
     artifacts: str | Path | None = None,
     overflow: Overflow = "spill",
     importance: Importance = "router",
+    expert_memory: int | str | ExpertMemory | None = None,
     **options: Any,
 ) -> Any:
     """Load a model as `mlx_lm.load` does, with its layers replaced.
 
+    With `expert_memory` the experts are not loaded: they stay in the model's files and are read
+    when they are needed, at most so much of them at a time (see docs/store.md).
+
     Args:
         path_or_repo: a model directory or a Hugging Face repository id.
-        backend, plan, artifacts, overflow, importance: as for `replace_moe_layers`.
+        backend, plan, artifacts, overflow, importance, expert_memory: as for `replace_moe_layers`.
         **options: everything else goes to `mlx_lm.load` (adapter_path, lazy, ...).
 
     Returns:
@@ -158,9 +170,17 @@ def load(
     how: dict[str, Any] = {"overflow": overflow, "importance": importance}
     if plan is not None or artifacts is not None:
         how |= {"plan": plan, "artifacts": artifacts}
+    lazy = bool(options.pop("lazy", False))
+    if expert_memory is not None:
+        how["expert_memory"] = ExpertMemory.of(expert_memory)
+        how["expert_memory"].check()
     with missing_model_is_an_error(path_or_repo):
-        loaded = mlx_lm.utils.load(str(path_or_repo), **options)
-        if plan is not None:
-            how["checkpoint"] = mlx_lm.utils._download(str(path_or_repo))
-    replace_layers(loaded[0], backend, how)
+        stock_lazy = lazy or expert_memory is not None
+        loaded = mlx_lm.utils.load(str(path_or_repo), lazy=stock_lazy, **options)
+        if plan is not None or expert_memory is not None:
+            revision = {key: options[key] for key in ("revision",) if key in options}
+            how["checkpoint"] = mlx_lm.utils._download(str(path_or_repo), **revision)
+    replaced = replace_layers(loaded[0], backend, how)
+    if stock_lazy and not lazy:
+        replaced.read()
     return loaded

@@ -1,6 +1,7 @@
 """Replace the layers of every model that stock mlx-lm loads."""
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,7 +37,8 @@ def replaced_models(
         backend: as for `replace_moe_layers`.
         loaded: is called with each model. A server lets go of a model to load another:
             do not keep what is passed where that may happen.
-        plan: further arguments of `replace_moe_layers`: plan, artifacts, overflow, ...
+        plan: further arguments of `replace_moe_layers`: plan, artifacts, expert_memory, ... With
+            expert_memory models are loaded lazily, and read once their experts are in the store.
 
     Raises:
         InvalidArgument: the CPU kernels cannot run here; before a model is loaded.
@@ -52,10 +54,17 @@ def replaced_models(
 
     @functools.wraps(stock)
     def load_model(model_path: Any, *args: Any, **kwargs: Any) -> tuple[nn.Module, dict[str, Any]]:
+        bound = inspect.signature(stock).bind(model_path, *args, **kwargs)
+        read_now = "expert_memory" in (plan or {}) and not bound.arguments.get("lazy", False)
+        if read_now:
+            bound.arguments["lazy"] = True
         with missing_model_is_an_error(model_path):
-            model, config = stock(model_path, *args, **kwargs)
+            model, config = stock(*bound.args, **bound.kwargs)
         files = {"checkpoint": model_path} if plan else {}
-        loaded(replace_layers(model, backend, {**(plan or {}), **files}))
+        replaced = replace_layers(model, backend, {**(plan or {}), **files})
+        if read_now:
+            replaced.read()
+        loaded(replaced)
         return model, config
 
     with (

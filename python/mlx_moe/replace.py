@@ -10,6 +10,7 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from . import core, probe
 from .errors import InvalidArgument, NoMoELayers, UnsupportedLayer
+from .expert_memory import ExpertMemory
 from .find import family_of, find_modules, named_modules, switch_kind, top_k_of
 from .layers import LINEARS, PROJECTIONS, Layer, replaced_class
 from .replacement import ReplacedLayer, Replacement
@@ -18,6 +19,8 @@ from .static_load import open_plan
 from .static_replace import Prepared, detach, prepare
 from .static_shared import shared_class
 from .stats import Counters
+from .store_replace import PreparedStore, is_stored, open_store, report_of, restore_experts
+from .stored_layer import stored_class
 from .weights import describe, own_class
 
 BACKENDS = ("auto", "stock", "cpu", "host", "coreml")
@@ -54,6 +57,7 @@ def replace_moe_layers(
     backend: str = "auto",
     overflow: Overflow = "spill",
     importance: Importance = "router",
+    expert_memory: int | str | ExpertMemory | None = None,
     checkpoint: str | Path | None = None,
     strict: bool = True,
 ) -> Replacement:
@@ -80,7 +84,13 @@ def replace_moe_layers(
         overflow: what a plan does with assignments beyond capacity: "spill" computes them on
             the path of the others, exactly; "prune" leaves the least important out, as NPUMoE does.
         importance: what pruning goes by, "router" (scores) or "norm" (of the token's input).
-        checkpoint: the model's directory, to compare its files with the plan's too.
+        expert_memory: keep the experts in the checkpoint's files and at most so much of them in
+            memory: bytes, "8GB", "25%" of all experts, "auto" for what is free, or an
+            `ExpertMemory`. Load the model lazily, so that they were never read. Then training,
+            gradients, `mx.compile`, adapters on experts, saving and quantising raise
+            ExpertsOnDisk instead of running stock code.
+        checkpoint: the model's directory: expert_memory reads it, and a plan's files are compared
+            with it.
         strict: if False, layers that cannot be replaced stay stock and are listed so.
 
     Returns:
@@ -93,8 +103,9 @@ def replace_moe_layers(
         IdentityMismatch: the plan is another model's.
         CorruptFile: the plan or its artifacts are not what was written.
         NoMoELayers: the model has no expert layers; nothing was changed.
-        UnsupportedLayer: a layer cannot be replaced and `strict`, or `importance` cannot be
-            known in this family.
+        UnsupportedLayer: a layer cannot be replaced and `strict`, `importance` cannot be
+            known in this family, or its loader computes the experts from what is in the files.
+        MemoryLimit: expert_memory cannot hold one token's experts of a layer.
 
     Whatever is raised, nothing was changed.
     """
@@ -102,6 +113,7 @@ def replace_moe_layers(
     check_choice("importance", importance, IMPORTANCES)
     target = resolve_backend(backend)
     _check_plan_arguments(plan, artifacts, backend)
+    _check_memory_arguments(expert_memory, target)
     logged: set[str] = set()
     found = [
         (module, examine(module, name, parent, target, strict, logged))
@@ -115,8 +127,14 @@ def replace_moe_layers(
     prepared = None
     if plan is not None:
         opened = open_plan(model, plan, artifacts, backend, overflow, importance, checkpoint)
-        prepared = prepare(opened, found, named_modules(model), logged)
-    return _replace(model, found, prepared)
+        stored = expert_memory is not None or any(is_stored(module) for module, _ in found)
+        prepared = prepare(opened, found, named_modules(model), logged, stored)
+    store = None
+    if expert_memory is not None:
+        store = open_store(model, found, ExpertMemory.of(expert_memory), checkpoint)
+    if target == "stock":
+        restore_experts(model)
+    return _replace(model, found, prepared, store)
 
 
 def _check_plan_arguments(plan: Any, artifacts: Any, backend: str) -> None:
@@ -128,27 +146,52 @@ def _check_plan_arguments(plan: Any, artifacts: Any, backend: str) -> None:
         raise InvalidArgument("backend='stock' uses no plan: leave plan=None")
 
 
+def _check_memory_arguments(expert_memory: Any, target: str) -> None:
+    if expert_memory is None:
+        return
+    ExpertMemory.of(expert_memory).check()
+    if target == "stock":
+        raise InvalidArgument(
+            "expert_memory runs the experts on the CPU kernels, and backend stock does not: "
+            "give backend='cpu' (--backend cpu)"
+        )
+
+
 def _replace(
-    model: nn.Module, found: list[tuple[Any, ReplacedLayer]], prepared: Prepared | None
+    model: nn.Module,
+    found: list[tuple[Any, ReplacedLayer]],
+    prepared: Prepared | None,
+    store: PreparedStore | None,
 ) -> Replacement:
     """Change the modules; nothing here fails."""
     shared = prepared.shared if prepared else []
     for module in named_modules(model).values():
         unswap(module, "_moe_shared")  # an earlier call's plan goes
     for module, row in found:
-        swap(module, row, replaced_class, "_moe_layer")
+        if store is not None and not is_stored(module):
+            unswap(module, "_moe_layer")
+        make_class = replaced_class if store is None else stored_class
+        swap(module, row, make_class, "_moe_layer")
     for module, row in shared:
         swap(module, row, shared_class, "_moe_shared")
     rows = [row for _, row in found + shared]
     detach([row for _, row in found])
     if prepared is not None:
         prepared.attach(rows)
-    note = prepared.opened.note if prepared else None
-    return Replacement(rows, model, restore_moe_layers, note)
+    if store is not None:
+        store.attach(found)
+    notes = [prepared.opened.note if prepared else None, store.note if store else None]
+    note = "\n".join(text for text in notes if text) or None
+    return Replacement(rows, model, restore_moe_layers, note, report_of(found))
 
 
 def restore_moe_layers(model: nn.Module) -> None:
-    """Undo `replace_moe_layers` on every layer of `model`; without any, do nothing."""
+    """Undo `replace_moe_layers` on every layer of `model`; without any, do nothing.
+
+    Experts that stay on disk become lazily loaded arrays of the same files. Raises FileChanged,
+    with nothing changed, if these are no longer what they were.
+    """
+    restore_experts(model)
     for module in named_modules(model).values():
         unswap(module, "_moe_layer")
         unswap(module, "_moe_shared")

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .stats import Counters
+from .store_report import StoreReport
 from .tables import table
 
 FACTS = ("kind", "family", "experts", "top-k", "weights", "backend")
@@ -59,13 +60,16 @@ class Replacement:
 
     Attributes:
         layers: a `ReplacedLayer` for each layer, in the model's order.
-        note: why a plan's static path is not taken, or where its programs run; else None.
+        note: why a plan's static path is not taken, or where its programs run; what is in memory of
+            experts that stay on disk; else None.
+        store: the figures of the experts' store, else None.
     """
 
     layers: list[ReplacedLayer]
     _model: Any = field(repr=False, compare=False)
     _restore: Any = field(repr=False, compare=False)
     note: str | None = None
+    store: StoreReport | None = field(default=None, repr=False, compare=False)
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Per layer name: calls, tokens, kernel_calls, small, and fallbacks {reason: count}.
@@ -73,13 +77,15 @@ class Replacement:
         tokens are rows of input, the attention product's over all layers. small counts the
         calls left to stock because a kernel gains nothing there; they are no fallbacks. Layers
         that were left to stock code altogether are not listed. Where a plan's static path is
-        taken, static has `StaticCounters`' counts and seconds by stage.
+        taken, static has `StaticCounters`' counts and seconds by stage. With `expert_memory`, the
+        entry "store" has the figures of `ExpertStore.stats`.
         """
-        return {
+        found = {
             layer.name: layer.counters.as_dict()
             for layer in self.layers
             if layer.counters is not None
         }
+        return found if self.store is None else {**found, "store": self.store.stats()}
 
     def restore(self) -> None:
         """Put every layer's own class back; the model is exactly as it was."""

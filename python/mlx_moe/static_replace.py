@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 
 from . import cold_ops, core
-from .errors import UnsupportedLayer
+from .errors import InvalidArgument, UnsupportedLayer
 from .layers import PROJECTIONS, PackedCopies, weight_arrays
 from .replacement import ReplacedLayer
 from .static import StaticLayer
@@ -64,18 +64,26 @@ def detach(rows: list[ReplacedLayer]) -> None:
             row._layer.static = row._layer.packed = row._layer.counters.static = None
 
 
-def prepare(opened: Opened, found: Found, modules: dict[str, Any], logged: set[str]) -> Prepared:
+def prepare(
+    opened: Opened, found: Found, modules: dict[str, Any], logged: set[str], stored: bool
+) -> Prepared:
     """Everything that the plan's layers need; changes nothing.
 
     Args:
         found: the expert layers.
         modules: all modules of the model, by path.
+        stored: the experts stay on disk, where they cannot change.
 
     Raises:
         UnsupportedLayer: a layer has adapters, or its scores are needed and do not reach us.
     """
+    if stored and opened.plan.executor == "cpu":
+        raise InvalidArgument(
+            "this plan is for copies of experts in memory, beside them; with expert_memory leave "
+            "it out"
+        )
     prepared = Prepared(opened)
-    ops = opened.backend is not None and cold_ops.on_gpu()
+    ops = opened.backend is not None and cold_ops.on_gpu() and not stored
     for module, row in found:
         if ops and row.name not in opened.static:
             row.backend, row._layer = "stock", None  # the CPU kernels have no part here
@@ -87,6 +95,7 @@ def prepare(opened: Opened, found: Found, modules: dict[str, Any], logged: set[s
         check_scores(static, row)
         plain = row._layer.linears
         linears = read_linears(module, row.name, PROJECTIONS[row._layer.kind], plain)
+        linears = [] if stored else linears
         prepared.paths[row.name] = path_of(static, linears, logged, ops)
     for planned in opened.plan.layers:
         shared = planned.shared

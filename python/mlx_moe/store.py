@@ -1,7 +1,10 @@
 """Experts that stay in the checkpoint's files and are read into slots when they are routed to."""
 
 import logging
-from collections.abc import Mapping, Sequence
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +23,28 @@ from .store_counts import ExpertCounts, load_counts
 from .store_files import Checkpoint, StoredExperts, slot_bytes
 from .store_forward import Forward
 from .store_prefetch import Ahead, Trial
+from .store_report import StoreReport
 
 log = logging.getLogger(__name__)
 
 READERS = 4  # threads
 TIMEOUT = 60.0  # seconds to wait for slots that other forwards hold
+KEEP = 60.0  # seconds between two savings of the counts while tokens are decoded
 SUM_TOKENS = 2048  # tokens whose experts are bucketed together before a weighted sum (ffn.cpp)
 
 
 class ExpertStore:
     """The routed experts of a model, in memory as far as a limit allows.
 
-    Safe with several threads. Close it, or use it as a context manager.
+    Safe with several threads. Closed when nothing refers to it any more; `close`, or use as a
+    context manager, does it earlier.
 
     Attributes:
+        checkpoint: whose files it reads.
         memory: the limit in bytes, of all slots together.
         policy: by which experts go.
-        layers: by name; `run` of each is the forward of one expert layer.
         counts: how often experts were used, kept online.
+        report: its figures, which outlive it.
     """
 
     def __init__(
@@ -80,7 +87,7 @@ class ExpertStore:
             MemoryLimit: the limit cannot hold one token's experts of a layer.
             CorruptFile, ReadFailed, FileChanged: see errors.
         """
-        self.memory = int(memory)
+        self.checkpoint, self.memory = checkpoint, int(memory)
         self.experts = list(layers)
         self._top_k = dict(top_k or {})
         first = np.concatenate([[0], np.cumsum([x.experts for x in layers])])
@@ -112,9 +119,24 @@ class ExpertStore:
         self.ahead = Ahead(self.counts, Trial(self._core.stats), self._core.prefetch)
         if not prefetch:
             self.ahead.trial.decided = False
-        self.layers = {x.name: StoredLayer(self, i, x) for i, x in enumerate(layers)}
+        facts = {
+            "policy": self.policy,
+            "limit_bytes": self.memory,
+            "total_bytes": self.total_bytes,
+            "direct": direct,
+        }
+        self.report = StoreReport(self, facts)
+        self._keep_at = time.monotonic() + KEEP
+        kept = (os.getpid(), self._core, self.ahead, self.report, self._path)
+        self._finish = weakref.finalize(self, _finish, *kept)
         if warm and not self.counts.empty:
             self.warm()
+
+    @property
+    def layers(self) -> dict[str, "StoredLayer"]:
+        """By name; `run` of each is the forward of one expert layer. Made anew at each look: they
+        refer to the store."""
+        return {x.name: StoredLayer(self, i, x) for i, x in enumerate(self.experts)}
 
     def _bytes(self, checkpoint: Checkpoint) -> int:
         parts = [p.names for x in self.experts for p in x.projections.values()]
@@ -167,16 +189,7 @@ class ExpertStore:
     def stats(self) -> dict[str, Any]:
         """Counts since it was opened: `core.Store.stats`, hit_rate, policy, limit and total of
         bytes, and whether reads ahead are on (None: still tried)."""
-        found = self._core.stats()
-        asked = found["hits"] + found["misses"] + found["prefetch_useful"]
-        return found | {
-            "hit_rate": found["hits"] / asked if asked else None,
-            "policy": self.policy,
-            "limit_bytes": self.memory,
-            "total_bytes": self.total_bytes,
-            "direct": self.direct,
-            "prefetch": self.ahead.trial.decided,
-        }
+        return self.report.figures(self._core.stats(), self.ahead.trial.decided)
 
     def check_files(self) -> None:
         """Raise FileChanged if a file was replaced since it was opened: call it once the other
@@ -189,13 +202,15 @@ class ExpertStore:
             with self.ahead.lock:
                 self.counts.save(self._path)
 
+    def keep_counts(self) -> None:
+        """Save the counts now and then, so that a process that is killed has kept most of them."""
+        if self._path is not None and (now := time.monotonic()) >= self._keep_at:
+            self._keep_at = now + KEEP
+            _logged(self.save_counts)
+
     def close(self) -> None:
         """Stop reading and keep the counts; a failure to write them is logged."""
-        self._core.close()
-        try:
-            self.save_counts()
-        except MoEError as error:
-            log.warning("%s", error)
+        self._finish()
 
     def __enter__(self) -> "ExpertStore":
         return self
@@ -205,6 +220,26 @@ class ExpertStore:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ExpertStore":
         return self  # a copied model reads from the same store
+
+
+def _finish(
+    process: int, reader: core.Store, ahead: Ahead, report: StoreReport, path: Path | None
+) -> None:
+    """What closing takes, without the store itself."""
+    if os.getpid() != process:  # a forked child has neither its threads nor its counts
+        return
+    report.final = report.figures(reader.stats(), ahead.trial.decided)
+    reader.close()
+    if path is not None:
+        with ahead.lock:
+            _logged(lambda: ahead.counts.save(path))
+
+
+def _logged(save: Callable[[], None]) -> None:
+    try:
+        save()
+    except MoEError as error:
+        log.warning("%s", error)
 
 
 class StoredLayer:
@@ -243,6 +278,8 @@ class StoredLayer:
                 f"{self.experts.name}: expert {chosen.max()} of {self.experts.experts}"
             )
         store.ahead.routed(self.number, chosen)
+        if self.number == 0:
+            store.keep_counts()
         if chosen.size > self.capacity:
             wanted = np.unique(chosen).astype(np.int64)
             if len(wanted) > self.capacity:

@@ -66,6 +66,15 @@ class Checkpoint:
         _check_index(directory / INDEX, shards, tensors)
         return cls(shards, tensors)
 
+    def load(self) -> dict[str, mx.array]:
+        """All tensors, as MLX reads them once they are evaluated."""
+        arrays: dict[str, mx.array] = {}
+        for path in self.paths:
+            found = mx.load(str(path))
+            assert isinstance(found, dict)  # as of every safetensors file
+            arrays |= found
+        return arrays
+
 
 def _check_index(index: Path, shards: list[Path], tensors: dict[str, TensorFacts]) -> None:
     if not index.is_file():

@@ -47,7 +47,7 @@ class Tiers:
         return Tiers(tuple(np.unique(kept).tolist()), kept, self.cost)
 
     def scaled(self, factor: float, most: int) -> "Tiers":
-        """Capacities times `factor`, rounded to multiples of STEP, at least one and `most` slots."""
+        """Capacities times `factor`, in multiples of STEP, at least one and `most` slots."""
         if not 0 < factor < 1e3:
             raise InvalidArgument(f"capacity factor is {factor}, expected a number above 0")
         steps = np.clip(np.floor(self.of_expert * factor / STEP + 0.5), 1, most // STEP)

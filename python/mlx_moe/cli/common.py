@@ -13,6 +13,7 @@ from typing import Any
 
 from ..durable import whole
 from ..errors import InvalidArgument, MoEError
+from ..sizes import size_bytes
 from ..static import EXECUTORS, IMPORTANCES, OVERFLOWS
 
 PLAN_BACKENDS = ("auto", "stock", "cpu", *EXECUTORS)
@@ -91,6 +92,14 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a positive number")
     return value
+
+
+def size(text: str) -> int:
+    """Bytes of "16GB", "500MiB" or "1000000"."""
+    try:
+        return size_bytes(text)
+    except InvalidArgument as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_json_option(parser: argparse._ActionsContainer) -> None:

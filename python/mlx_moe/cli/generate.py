@@ -13,6 +13,7 @@ from ..patch import attribute, replaced_models
 from . import report
 from .common import add_plan_options, add_stats_option, call_stock, command, plan_arguments
 from .compare import Comparison
+from .streaming import add_memory_options, longer_steps, memory_arguments
 
 
 def build_parser(stock_parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -23,6 +24,7 @@ def build_parser(stock_parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     )
     ours = stock_parser.add_argument_group("mlx_moe")
     add_plan_options(ours)
+    add_memory_options(ours)
     add_stats_option(ours)
     ours.add_argument(
         "--compare",
@@ -54,7 +56,11 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--compare does not go with --backend stock: both sides would be stock")
     if args.plan and args.draft_model:
         parser.error("--plan does not go with --draft-model: a plan is of one model")
-    plan = plan_arguments(args)
+    plan = plan_arguments(args) | memory_arguments(args)
+    if args.expert_memory is not None:
+        if args.compare:
+            parser.error("--compare does not go with --expert-memory: stock needs all experts")
+        arguments = longer_steps(arguments)
 
     with ExitStack() as stack:
         models: list[Replaced] = []

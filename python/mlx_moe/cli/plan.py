@@ -1,7 +1,6 @@
 """`mlx_moe plan`: which expert runs where, from a calibration and a device's numbers."""
 
 import argparse
-import re
 
 from .. import hub
 from ..calibration import Calibration
@@ -13,10 +12,7 @@ from ..plan_report import report
 from ..plan_text import as_text
 from ..planner import make_plan
 from ..plots import plot_plan
-from .common import add_json_option, check_targets, command, positive, say, write_json
-
-SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
-POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+from .common import add_json_option, check_targets, command, positive, say, size, write_json
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -115,17 +111,6 @@ def main(argv: list[str] | None = None) -> int:
     say("\n".join(lines), args.json)
     write_json(found, args.json)
     return 0
-
-
-def size(text: str) -> int:
-    """Bytes of "16GB", "500MiB" or "1e9" as "1000000000"."""
-    match = SIZE.fullmatch(text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no size; expected one such as 16GB or 500MiB"
-        )
-    number, prefix, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** POWERS[prefix.lower()])
 
 
 def share(text: str) -> float:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..loading import Replaced
+from ..machine import as_size
 from ..replacement import FACTS, ReplacedLayer
 from ..stats import Counters
+from ..store_report import StoreReport
 from ..tables import table
 
 COUNTS = ("tokens", "calls", "kernel calls", "small", "fallbacks")
@@ -37,21 +39,35 @@ class Record:
         return {"name": self.name, **dict(zip(FACTS, self.facts, strict=True)), **stats}
 
 
-def records(replaced: Replaced) -> list[Record]:
+@dataclass(frozen=True)
+class StoreRecord:
+    """The figures of a store; keeps none of its memory."""
+
+    report: StoreReport
+
+    def as_dict(self) -> dict[str, Any]:
+        facts = dict.fromkeys(FACTS) | {"kind": "store"}
+        return {"name": "expert store", **facts, **self.report.stats()}
+
+
+def records(replaced: Replaced) -> list[Record | StoreRecord]:
     parts = [part for part in (replaced.moe, replaced.dense) if part is not None]
-    return [record(layer) for part in parts for layer in part.layers]
+    found: list[Record | StoreRecord] = [record(layer) for part in parts for layer in part.layers]
+    stores = [part.store for part in parts if part.store is not None]
+    return found + [StoreRecord(store) for store in stores]
 
 
 def record(layer: ReplacedLayer) -> Record:
     return Record(layer.name, layer.facts, layer.counters)
 
 
-def write(ran: Sequence[Record], form: str) -> None:
+def write(all_: Sequence[Record | StoreRecord], form: str) -> None:
     """Print what ran to stderr; `form` is the value of --stats."""
-    if form == "none" or not ran:
+    if form == "none" or not all_:
         return
+    ran = [record for record in all_ if isinstance(record, Record)]
     if form == "json":
-        text = json.dumps([record.as_dict() for record in ran], indent=1)
+        text = json.dumps([record.as_dict() for record in all_], indent=1)
     elif form == "layers":
         rows = [[record.name, *record.facts, *record.counts()] for record in ran]
         text = table(["layer", *FACTS, *COUNTS], rows)
@@ -59,6 +75,9 @@ def write(ran: Sequence[Record], form: str) -> None:
         text = table([FACTS[0], "layers", *FACTS[1:], *COUNTS], summary(ran))
     if form != "json" and (line := static_summary(ran)):
         text += f"\n{line}"
+    if form != "json":
+        stores = [record for record in all_ if isinstance(record, StoreRecord)]
+        text += "".join(f"\n{store_summary(record.report.stats())}" for record in stores)
     sys.stdout.flush()
     print(text, file=sys.stderr)
 
@@ -75,6 +94,23 @@ def summary(ran: Iterable[Record]) -> list[list[Cell]]:
         layers, most = (None, None) if None in tokens else (len(counts), max(tokens))
         rows.append([kind, layers, *facts, most, *map(sum, calls)])
     return rows
+
+
+def store_summary(stats: dict[str, Any]) -> str:
+    """What a store did, in a line."""
+    asked = stats["hits"] + stats["misses"] + stats["prefetch_useful"]
+    if not asked:
+        return "expert store: no expert was asked for"
+    ahead = f"{stats['prefetch_useful']} of {stats['prefetch_issued']} read ahead were used"
+    if stats["prefetch"] is False:
+        ahead += " (off: it did not help)"
+    return (
+        f"expert store: {as_size(stats['resident_bytes'])} in memory, limit "
+        f"{as_size(stats['limit_bytes'])} of {as_size(stats['total_bytes'])} ({stats['policy']}); "
+        f"{asked} experts asked for, {stats['hits'] / asked:.1%} in memory; {ahead}, "
+        f"{stats['prefetch_wasted']} wasted; {as_size(stats['bytes_read'])} read, "
+        f"{stats['stall_seconds']:.2f} s of waiting, {stats['evictions']} evictions"
+    )
 
 
 def static_summary(ran: Iterable[Record]) -> str | None:

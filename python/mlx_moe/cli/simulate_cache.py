@@ -1,7 +1,6 @@
 """`mlx_moe simulate-cache`: replay a trace over memory limits and policies."""
 
 import argparse
-import re
 from typing import Any
 
 from ..cache_replay import CHOICES, Replay, replay, smallest_budget
@@ -9,12 +8,11 @@ from ..cache_trace import Trace
 from ..errors import InvalidArgument
 from ..machine import as_size
 from ..progress import progress_bar
+from ..sizes import share
 from ..tables import table
-from .common import add_json_option, check_targets, command, say, write_json
-from .plan import size
+from .common import add_json_option, check_targets, command, say, size, write_json
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
-SHARE = re.compile(r"(\d+(?:\.\d+)?)%")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -73,11 +71,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def budget(text: str) -> int | float:
     """Bytes, or a share of all experts as a float."""
-    if match := SHARE.fullmatch(text.strip()):
-        share = float(match.group(1)) / 100
-        if not 0 < share <= 1:
+    if text.strip().endswith("%"):
+        if (found := share(text)) is None:
             raise argparse.ArgumentTypeError(f"{text!r} is no share of the experts")
-        return share
+        return found
     return size(text)
 
 

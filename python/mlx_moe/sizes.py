@@ -1,0 +1,25 @@
+"""Sizes in bytes as people write them."""
+
+import re
+
+from .errors import InvalidArgument
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def size_bytes(text: str) -> int:
+    """Bytes of "16GB", "500MiB" or "1000000"; InvalidArgument for anything else."""
+    match = SIZE.fullmatch(text.strip())
+    if match is None:
+        raise InvalidArgument(f"{text!r} is no size; expected one such as 16GB or 500MiB")
+    number, prefix, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** POWERS[prefix.lower()])
+
+
+def share(text: str) -> float | None:
+    """0.25 of "25%"; None for what is no share above 0 and up to 1."""
+    match = SHARE.fullmatch(text.strip())
+    value = float(match.group(1)) / 100 if match else 0.0
+    return value if 0 < value <= 1 else None
