@@ -18,6 +18,7 @@ COMMANDS = {
     "doctor": "what this machine can do, whether a model is supported, what to do next",
     "tune": "measure this machine, for `plan`",
     "trace": "generate text and record which experts each token asks for",
+    "simulate": "latency, energy and processor time of a model's routing on a device, simulated",
     "simulate-cache": "replay a trace over memory limits and policies",
     "cache": "list or delete what is kept between runs",
 }

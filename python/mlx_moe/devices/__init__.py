@@ -36,6 +36,17 @@ STATIC = {
 CPU = {"packed_speedup": "times"}  # of a prepacked expert over one read in place
 NUMBERS = {"static": COLD | STATIC, "cpu": COLD | CPU}
 
+# What only `simulate` reads, as much of it as is known; a watt is one of a busy unit.
+SIMULATION = {
+    "host_flops": "FLOP/s",  # of the processor's products, all its cores
+    "host_bandwidth": "B/s",
+    "host_cores": "cores",
+    "host_watts": "W",  # all cores
+    "static_watts": "W",
+    "cold_watts": "W",
+    "idle_watts": "W",  # the machine, whatever it does
+}
+
 
 @dataclass(frozen=True)
 class Number:
@@ -62,6 +73,7 @@ class Device:
     Attributes:
         measurements: what `mlx_moe tune` fitted the numbers to; None for a built-in profile.
         curves: these, where costs are to be taken from them and not from the numbers.
+        simulation: numbers that plans do not need, some of SIMULATION.
     """
 
     name: str
@@ -70,6 +82,7 @@ class Device:
     numbers: dict[str, Number]
     measurements: Measurements | None = None
     curves: Measurements | None = field(default=None, compare=False)
+    simulation: dict[str, Number] = field(default_factory=dict)
 
     def __getitem__(self, number: str) -> float:
         return float(self.numbers[number].value)
@@ -96,6 +109,9 @@ class Device:
         }
         if self.measurements is not None:
             found["measurements"] = self.measurements.as_dict()
+        if self.simulation:
+            known = self.simulation.items()
+            found["simulation"] = {name: number.as_dict() for name, number in known}
         return found
 
     @staticmethod
@@ -110,7 +126,22 @@ class Device:
         if "measurements" in take:
             at = f"{take.prefix}measurements"
             measurements = Measurements.from_dict(take("measurements"), at)
-        return Device(take.text("name"), executor, take.text("description"), numbers, measurements)
+        simulation = {}
+        if "simulation" in take:
+            known = Fields(take("simulation"), f"{take.prefix}simulation")
+            if unknown := sorted(set(known.value) - set(SIMULATION)):
+                raise CorruptFile(
+                    f"{take.prefix}simulation: {unknown} are not of {sorted(SIMULATION)}"
+                )
+            simulation = {name: _number(known, name, SIMULATION[name]) for name in known.value}
+        return Device(
+            take.text("name"),
+            executor,
+            take.text("description"),
+            numbers,
+            measurements,
+            simulation=simulation,
+        )
 
 
 def _number(numbers: Fields, name: str, unit: str) -> Number:

@@ -1,0 +1,99 @@
+"""What a simulation is shown as: a table, JSON, a picture."""
+
+from pathlib import Path
+from typing import Any
+
+from .devices import Device
+from .figures import require_matplotlib, save
+from .simulate import Outcome
+from .simulate_routing import Routing
+from .tables import table
+
+WORDS = {
+    "cpu": "processor alone",
+    "cold": "cold path alone (GPU)",
+    "naive": "a program an expert",
+    "plan": "planned",
+    "forced": "forced hot",
+    "round-robin": "whole experts in turn",
+    "balanced": "scheduled",
+}
+COLUMNS = ("strategy", "ms a step", "p95", "times", "J a step", "J idle", "CPU ms", "dispatches")
+
+
+def report(routing: Routing, device: Device, outcomes: list[Outcome]) -> dict[str, Any]:
+    """Everything that is shown, as JSON; all numbers are simulated."""
+    return {
+        "simulated": True,
+        "model": routing.name,
+        "routing": routing.source,
+        "layers": len(routing.facts),
+        "steps": max(1, routing.steps // 2),
+        "tokens": float(routing.tokens.mean()),
+        "device": device.as_dict(),
+        "results": [outcome.as_dict() for outcome in outcomes],
+    }
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """The table, with what the numbers are worth beneath."""
+    results = found["results"]
+    first = results[0]["seconds"]
+    rows = []
+    for r in results:
+        rows.append(
+            [
+                f"{r['strategy']}: {WORDS.get(r['strategy'], '')}".rstrip(": "),
+                f"{r['seconds'] * 1e3:.2f}",
+                f"{r['p95_seconds'] * 1e3:.2f}",
+                f"{first / r['seconds']:.2f}x" if r["seconds"] else "-",
+                _number(r["joules"], 1, ".3g"),
+                _number(r["idle_joules"], 1, ".3g"),
+                _number(r["cpu_seconds"], 1e3, ".1f"),
+                f"{r['dispatches']:.0f}",
+                r["note"],
+            ]
+        )
+    numbers = found["device"]["numbers"] | found["device"].get("simulation", {})
+    guessed = sum(not number["measured"] for number in numbers.values())
+    lines = [
+        f"SIMULATED, nothing here was run. {found['model']}: expert layers {found['layers']}, "
+        f"{found['tokens']:.0f} tokens a step, means of {found['steps']} steps "
+        f"({found['routing']})",
+        table([*COLUMNS, ""], rows),
+        f"device {found['device']['name']}: {guessed} of {len(numbers)} numbers are others' or "
+        "assumed, each with its source in --json; J a step is of busy units, J idle what the "
+        "machine draws besides",
+    ]
+    if "host_flops" not in found["device"].get("simulation", {}):
+        lines.append("the profile does not know its processor: packing and combining take no time")
+    return "\n".join(lines)
+
+
+def _number(value: float | None, scale: float, form: str) -> str | None:
+    return None if value is None else format(value * scale, form)
+
+
+def plot(found: dict[str, Any], path: str | Path) -> None:
+    """Bars of latency, energy and processor time; MissingDependency without matplotlib."""
+    figures = require_matplotlib()
+    panels = [
+        ("seconds", 1e3, "ms a step"),
+        ("joules", 1, "J a step (busy units)"),
+        ("cpu_seconds", 1e3, "processor ms a step"),
+    ]
+    results = found["results"]
+    figure = figures.Figure(figsize=(11, 1.6 + 0.4 * len(results)), layout="constrained")
+    names = [r["strategy"] for r in results]
+    for axes, (key, scale, label) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        values = [(r[key] or 0.0) * scale for r in results]
+        bars = axes.barh(names, values, color="#0072b2")
+        unknown = [r[key] is None for r in results]
+        labels = ["not known" if u else f"{v:.3g}" for u, v in zip(unknown, values, strict=True)]
+        axes.bar_label(bars, labels, padding=3, fontsize=8)
+        axes.set_xlabel(label)
+        axes.margins(x=0.25)
+        axes.invert_yaxis()
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"Simulated: {found['model']} on {found['device']['name']}")
+    save(figure, Path(path), dpi=150)
