@@ -10,6 +10,7 @@ from mlx.utils import tree_map
 
 from .errors import InvalidArgument, UnsupportedLayer
 from .layers import PROJECTIONS
+from .stored_linear import refuse_placeholders
 
 Dtype = Literal["float16", "float32"]
 KNOWN = frozenset({"weight", "scales", "biases", "bias", "global_scale"})
@@ -109,6 +110,7 @@ class _Projection:
                 f"{self.name}: {type(linear).__name__} is no plain or quantised linear layer; "
                 "fuse adapters into the model first (mlx_lm.fuse)"
             )
+        refuse_placeholders(linear, self.name)
         self.linear = linear
         self.mode = getattr(linear, "mode", "affine") if "scales" in linear else None
         if self.mode not in (None, *MODES):

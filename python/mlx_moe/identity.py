@@ -3,7 +3,7 @@
 import hashlib
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -76,15 +76,21 @@ def identity_of_files(path: str | Path) -> ModelIdentity:
     )
 
 
-def identity_of_model(model: nn.Module, files: str | Path | None = None) -> ModelIdentity:
+def identity_of_model(
+    model: nn.Module, files: str | Path | None = None, stored: Mapping[str, Any] | None = None
+) -> ModelIdentity:
     """The identity of a model in memory, and of the directory it was loaded from if given.
 
-    Replacing and restoring layers leave it as it is; adapters do too, quantising does not.
+    Replacing and restoring layers leave it as it is, experts on disk too; adapters do, quantising
+    does not. Weights that are not read yet are read.
+
+    Args:
+        stored: `Stored` by a layer's name, for experts that are about to be on disk.
     """
     on_disk = ModelIdentity(type(model).__module__.rpartition(".")[2])
     if files is not None:
         on_disk = identity_of_files(files)
-    return ModelIdentity(**{**asdict(on_disk), "layers": _layers(model)})
+    return ModelIdentity(**{**asdict(on_disk), "layers": _layers(model, stored or {})})
 
 
 def check_same(expected: ModelIdentity, found: ModelIdentity, what: str) -> None:
@@ -161,12 +167,13 @@ def _samples(shards: list[Path]) -> Iterator[bytes]:
                 yield file.read(SAMPLE_BYTES)
 
 
-def _layers(model: nn.Module) -> str | None:
+def _layers(model: nn.Module, stored: Mapping[str, Any]) -> str | None:
     facts: list[Any] = []
-    values: list[mx.array] = []
+    values: list[mx.array | bytes] = []
     for name, module, _ in find_modules(model, lambda m: switch_kind(m) is not None):
         kind = switch_kind(module)
         assert kind is not None
+        on_disk = stored.get(name) or getattr(module.__dict__.get("_moe_layer"), "stored", None)
         for projection in PROJECTIONS[kind]:
             linear = module[projection]
             linear = linear.get("linear", linear)  # adapters wrap their base layer
@@ -174,8 +181,15 @@ def _layers(model: nn.Module) -> str | None:
             how = [getattr(linear, key, None) for key in ("mode", "bits", "group_size")]
             shapes = [[key, list(a.shape), str(a.dtype)] for key, a in arrays.items()]
             facts.append([name, projection, how, shapes])
-            values.append(linear["weight"][0, 0, :LAYER_VALUES])
+            if on_disk is None:
+                values.append(linear["weight"][0, 0, :LAYER_VALUES])
+            else:
+                values.append(on_disk.first_values(projection, LAYER_VALUES))
     if not facts:
         return None
-    mx.eval(values)
-    return _digest(_canonical(facts), *[np.array(v.view(mx.uint8)).tobytes() for v in values])
+    mx.eval([v for v in values if isinstance(v, mx.array)])
+    return _digest(_canonical(facts), *map(_as_bytes, values))
+
+
+def _as_bytes(values: mx.array | bytes) -> bytes:
+    return values if isinstance(values, bytes) else np.array(values.view(mx.uint8)).tobytes()

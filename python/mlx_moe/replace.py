@@ -124,14 +124,16 @@ def replace_moe_layers(
             f"{type(model).__module__}.{type(model).__name__} has no expert layers "
             "(no SwitchGLU, SwitchMLP or module of that shape); nothing was replaced"
         )
-    prepared = None
-    if plan is not None:
-        opened = open_plan(model, plan, artifacts, backend, overflow, importance, checkpoint)
-        stored = expert_memory is not None or any(is_stored(module) for module, _ in found)
-        prepared = prepare(opened, found, named_modules(model), logged, stored)
-    store = None
+    store = prepared = None
     if expert_memory is not None:
         store = open_store(model, found, ExpertMemory.of(expert_memory), checkpoint)
+    if plan is not None:
+        on_disk = store.stored if store else None
+        opened = open_plan(
+            model, plan, artifacts, backend, overflow, importance, checkpoint, on_disk
+        )
+        stored = store is not None or any(is_stored(module) for module, _ in found)
+        prepared = prepare(opened, found, named_modules(model), logged, stored)
     if target == "stock":
         restore_experts(model)
     return _replace(model, found, prepared, store)

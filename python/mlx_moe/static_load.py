@@ -1,7 +1,7 @@
 """Open a plan and its artifacts for a model: all checks first, then programs in an executor."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ def open_plan(
     overflow: Overflow,
     importance: Importance,
     files: str | Path | None,
+    stored: Mapping[str, Any] | None = None,
 ) -> Opened:
     """Read and check a plan, and load its programs where a backend runs them.
 
@@ -74,6 +75,7 @@ def open_plan(
         plan: as `read_plan` takes it; `artifacts` can be hf://user/repo/... too.
         backend: as for `replace_moe_layers`.
         files: the model's directory, where known.
+        stored: layers whose experts are about to be on disk, as for `identity_of_model`.
 
     Raises:
         IdentityMismatch: the plan is another model's.
@@ -83,7 +85,7 @@ def open_plan(
     """
     loaded = read_plan(plan)
     what = f"the plan {plan}" if isinstance(plan, str | Path) else "the plan"
-    loaded.check_model(identity_of_model(model, files), what)
+    loaded.check_model(identity_of_model(model, files, stored), what)
     check_layers(model, loaded, what)
     opened = Opened(loaded, backend if backend in EXECUTORS else None)
     if loaded.executor == "cpu":

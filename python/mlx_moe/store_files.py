@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from . import core
-from .errors import CorruptFile, ModelNotFound, UnsupportedLayer
+from .errors import CorruptFile, ModelNotFound, ReadFailed, UnsupportedLayer
 from .weights import FLOATS, KEYS
 
 INDEX = "model.safetensors.index.json"
@@ -27,12 +27,14 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """dtype as safetensors names it ("BF16"), shape, bytes, and the file's place in `paths`."""
+    """dtype as safetensors names it ("BF16"), shape, bytes, the file's place in `paths`, and where
+    in it the values begin."""
 
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     file: int
+    begin: int
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,11 @@ class Checkpoint:
             raise ModelNotFound(f"there are no {SHARDS} files in {str(path)!r}")
         tensors: dict[str, TensorFacts] = {}
         for number, shard in enumerate(shards):
-            for name, dtype, shape, _, nbytes in core.safetensors(str(shard)):
+            for name, dtype, shape, begin, nbytes in core.safetensors(str(shard)):
                 if name in tensors:
                     other = shards[tensors[name].file]
                     raise CorruptFile(f"tensor {name!r} is in {other} and in {shard}")
-                tensors[name] = TensorFacts(dtype, tuple(shape), nbytes, number)
+                tensors[name] = TensorFacts(dtype, tuple(shape), nbytes, number, begin)
         _check_index(directory / INDEX, shards, tensors)
         return cls(shards, tensors)
 
@@ -74,6 +76,17 @@ class Checkpoint:
             assert isinstance(found, dict)  # as of every safetensors file
             arrays |= found
         return arrays
+
+    def first_bytes(self, name: str, count: int) -> bytes:
+        """Of a tensor; ReadFailed if they cannot be read."""
+        facts = self.tensors[name]
+        path = self.paths[facts.file]
+        try:
+            with path.open("rb") as file:
+                file.seek(facts.begin)
+                return file.read(min(count, facts.nbytes))
+        except OSError as error:
+            raise ReadFailed(f"cannot read {path}: {error}") from error
 
 
 def _check_index(index: Path, shards: list[Path], tensors: dict[str, TensorFacts]) -> None:

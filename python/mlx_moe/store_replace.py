@@ -11,7 +11,7 @@ import mlx.nn as nn
 from .errors import InvalidArgument, UnsupportedLayer
 from .expert_memory import ExpertMemory
 from .find import named_modules
-from .identity import identity_of_model
+from .identity import identity_of_files
 from .layers import PROJECTIONS
 from .machine import as_size
 from .placeholders import placeholder
@@ -73,7 +73,7 @@ def open_store(
     total = sum(e.experts * slot_bytes(files, e) for e in experts)
     others = sum(facts.nbytes for facts in files.tensors.values()) - _bytes(files, experts)
     limit = memory.bytes(total, others)
-    identity = identity_of_model(model, directory)
+    identity = identity_of_files(directory)
     store = ExpertStore(
         files,
         experts,

@@ -45,6 +45,13 @@ class Stored:
                 return f"{child}.{key}"
         return None
 
+    def first_values(self, projection: str, count: int) -> bytes:
+        """Of the first row of a projection's first expert's weight."""
+        weight = self.placeholders[projection, "weight"]
+        names = self.layer.experts.projections[projection].names[0]
+        size = min(count, weight.shape[-1]) * weight.itemsize
+        return self.layer.store.checkpoint.first_bytes(names[0], size)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Stored":
         """Of a copied model: the store is shared, the placeholders are the copy's own."""
         return Stored(self.layer, copy.deepcopy(self.placeholders, memo))

@@ -27,6 +27,7 @@ def stored_linear(base: type, quantised: bool) -> type:
         body = {
             "__module__": base.__module__,
             "_moe_base": base,
+            "_moe_on_disk": True,
             "__call__": refuse("called one by one"),
             "to_quantized": refuse("quantised"),
             "to_lora": refuse("given adapters"),
@@ -36,6 +37,12 @@ def stored_linear(base: type, quantised: bool) -> type:
             body["scales"] = property(refuse("dequantised"))
         _linears[base] = type(base.__name__, (base,), body)
     return _linears[base]
+
+
+def refuse_placeholders(linear: Any, name: str) -> None:
+    """Raise ExpertsOnDisk if the weights of a projection are not in memory."""
+    if getattr(type(linear), "_moe_on_disk", False):
+        raise ExpertsOnDisk(f"{name}: its weights stay on disk; {INSTEAD}")
 
 
 _linears: dict[type, type] = {}
