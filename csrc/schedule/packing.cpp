@@ -1,13 +1,12 @@
 #include "schedule/packing.h"
 
-#include <algorithm>
 #include <cmath>
 
 namespace mlx_moe {
 
 Packing::Packing(const Experts& experts, std::span<const Unit> units, std::span<const double> loads)
     : experts_(experts),
-      units_(units),
+      shard_(1.0 / experts.shards),
       loads_(loads),
       parts_(loads.size() * units.size()),
       seconds_(units.size()),
@@ -15,6 +14,9 @@ Packing::Packing(const Experts& experts, std::span<const Unit> units, std::span<
       whole_(units.size()),
       holders_(loads.size()) {
   for (size_t u = 0; u < units.size(); ++u) {
+    const Unit& unit = units[u];
+    rates_.push_back({unit.dispatch, experts.bytes / unit.bandwidth, experts.row_bytes / unit.link,
+                      unit.assignment});
     room_[u] = room_of(experts, units[u]);
     whole_[u].reserve(loads.size());
   }
@@ -50,8 +52,7 @@ double Packing::spread() const {
     double sum = 0, squares = 0;
     for (size_t u = 0; u < units(); ++u)
       if (const uint32_t p = parts(e, u)) {
-        const double slope =
-            experts_.row_bytes / units_[u].link + units_[u].assignment * p / experts_.shards;
+        const double slope = rates_[u].row + rates_[u].work * p * shard_;
         sum += slope;
         squares += slope * slope;
       }

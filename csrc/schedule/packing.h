@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <span>
 #include <vector>
 
@@ -12,25 +13,27 @@ class Packing {
  public:
   Packing(const Experts& experts, std::span<const Unit> units, std::span<const double> loads);
 
-  size_t units() const { return units_.size(); }
+  size_t units() const { return rates_.size(); }
   size_t experts() const { return loads_.size(); }
   uint32_t shards() const { return experts_.shards; }
   double load(size_t expert) const { return loads_[expert]; }
   double seconds(size_t unit) const { return seconds_[unit]; }
   uint32_t parts(size_t expert, size_t unit) const { return parts_[expert * units() + unit]; }
   uint64_t room(size_t unit) const { return room_[unit]; }  // in shards
-  const Unit& unit(size_t u) const { return units_[u]; }
   // The experts that a unit has whole, by rank.
   const std::vector<uint32_t>& whole(size_t unit) const { return whole_[unit]; }
   size_t splits() const { return splits_; }  // experts on more than one unit
 
+  // piece_seconds, with what does not change divided out before.
   double cost(size_t expert, size_t unit, uint32_t parts) const {
-    return piece_seconds(experts_, units_[unit], loads_[expert], parts);
+    const Rates& r = rates_[unit];
+    const double n = loads_[expert], share = parts * shard_;
+    return parts
+               ? std::min(n, 1.0) * (r.dispatch + share * r.weights) + n * (r.row + share * r.work)
+               : 0;
   }
   // Seconds that a whole expert takes for one more assignment.
-  double slope(size_t unit) const {
-    return units_[unit].assignment + experts_.row_bytes / units_[unit].link;
-  }
+  double slope(size_t unit) const { return rates_[unit].row + rates_[unit].work; }
   // Seconds of a unit once it has `parts` of the expert instead of what it has.
   double seconds_with(size_t expert, size_t unit, uint32_t parts) const {
     return seconds_[unit] - cost(expert, unit, this->parts(expert, unit)) +
@@ -55,8 +58,13 @@ class Packing {
   double spread() const;
 
  private:
+  struct Rates {
+    double dispatch, weights, row, work;  // seconds: of a piece, times its share, of a row, ditto
+  };
+
   Experts experts_;
-  std::span<const Unit> units_;
+  std::vector<Rates> rates_;
+  double shard_;  // share of an expert
   std::span<const double> loads_;
   std::vector<uint32_t> parts_;
   std::vector<double> seconds_;

@@ -8,8 +8,8 @@ namespace mlx_moe {
 
 namespace {
 
-constexpr size_t kMostExperts = size_t(1) << 20, kMostUnits = 256;
-constexpr uint32_t kMostShards = 1 << 16;
+constexpr size_t kMostExperts = size_t(1) << 16, kMostUnits = 256;
+constexpr uint32_t kMostShards = 1 << 12;
 
 bool is_time(double x) { return std::isfinite(x) && x >= 0; }
 bool is_rate(double x) { return x > 0; }  // infinity is one, NaN is not

@@ -7,7 +7,7 @@
 namespace mlx_moe {
 
 struct ScheduleOptions {
-  double shift = 0.03;       // total variation that is no reason to re-plan
+  double shift = 0.02;       // total variation that is no reason to re-plan
   double noise = 1.5;        // times the variation to expect of samples of these sizes, likewise
   double hysteresis = 0.02;  // share of the makespan that a re-plan must save
   double horizon = 16;       // forwards over which it must earn what moving weights takes

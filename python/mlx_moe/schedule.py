@@ -267,7 +267,7 @@ class Scheduler:
 
     units: Sequence[Unit]
     experts: Experts
-    shift: float = 0.03
+    shift: float = 0.02
     noise: float = 1.5
     hysteresis: float = 0.02
     horizon: float = 16.0
