@@ -62,6 +62,12 @@ class MilProgram:
         if operation.type == "const":
             known[names[0]] = self._value(operation.attributes["val"])
             return
+        if operation.type == "constexpr_affine_dequantize":  # its arguments are attributes
+            named = {k: self._value(v) for k, v in operation.attributes.items() if k != "name"}
+            known[names[0]] = _affine(**named).astype(
+                self._tensor_type(operation.outputs[0].type)[1]
+            )
+            return
         arguments = {
             key: [
                 known[a.name] if a.WhichOneof("binding") == "name" else self._value(a.value)
@@ -135,6 +141,12 @@ def _conv(x: Any, weight: Any, strides: Any, dilations: Any, groups: Any, **rest
 
 def _dequantised(data: Any, scale: Any) -> Any:
     return data.astype(np.float32) * scale.astype(np.float32)  # offset would be another argument
+
+
+def _affine(quantized_data: Any, scale: Any, zero_point: Any, axis: Any) -> Any:
+    assert axis == 0 and zero_point == 0
+    wide = scale.astype(np.float32).reshape(-1, *[1] * (quantized_data.ndim - 1))
+    return quantized_data.astype(np.float32) * wide
 
 
 def _split(x: Any, axis: Any, num_splits: Any) -> list[Any]:

@@ -1,6 +1,6 @@
 """Expert layers of every activation, packages of them, and their values in float64."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from switch_reference import HIDDEN, WIDTH, glu, mlp, quantise
 from mlx_moe.activations import recognise
 from mlx_moe.coreml import write_package
 from mlx_moe.experts_weights import expert_weights
+from mlx_moe.mil_program import StoredExpert
 
 EXPERTS = (5, 0, 3)
 
@@ -93,10 +94,23 @@ def package(
     split: tuple[int, int] = (0, HIDDEN),
     experts: tuple[int, ...] = EXPERTS,
 ) -> MilProgram:
+    write(path, module, capacities, weights, split, experts)
+    return MilProgram(path)
+
+
+def write(
+    path: Path,
+    module: Any,
+    capacities: Sequence[int] = (32,),
+    weights: Any = "fp16",
+    split: tuple[int, int] = (0, HIDDEN),
+    experts: tuple[int, ...] = EXPERTS,
+    macos: int = 15,
+) -> list[StoredExpert]:
+    """A package, or for macOS 14 a directory of them."""
     kind = kind_of(module)
     chosen = [expert_weights(module, kind, e, split, "layer") for e in experts]
-    write_package(path, chosen, recognise(module, kind, "layer"), capacities, weights)
-    return MilProgram(path)
+    return write_package(path, chosen, recognise(module, kind, "layer"), capacities, weights, macos)
 
 
 def tile(capacity: int, experts: int = len(EXPERTS), seed: int = 0) -> np.ndarray:
@@ -105,11 +119,11 @@ def tile(capacity: int, experts: int = len(EXPERTS), seed: int = 0) -> np.ndarra
     return made.astype(np.float16)
 
 
-def run(program: MilProgram, rows: np.ndarray) -> np.ndarray:
+def run(program: MilProgram, rows: np.ndarray, function: str | None = None) -> np.ndarray:
     """[G, C, d] through the function of that capacity."""
     experts, capacity, width = rows.shape
     x = np.ascontiguousarray(rows.reshape(-1, width).T)[None, :, None]
-    (y,) = program(f"c{capacity}", x=x).values()
+    (y,) = program(function or f"c{capacity}", x=x).values()
     return y[0, :, 0].T.reshape(experts, capacity, -1)
 
 

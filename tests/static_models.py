@@ -19,6 +19,7 @@ from mlx_moe.experts_weights import expert_weights
 from mlx_moe.manifest import Manifest
 from mlx_moe.mil_program import StoredExpert
 from mlx_moe.package_entry import TENSORS, ExpertTensors, File, PackageEntry, Tensor
+from mlx_moe.package_form import functions
 from mlx_moe.plan import Group, LayerPlan, Plan
 
 BLOB = "Data/com.apple.CoreML/weights/weight.bin"
@@ -126,7 +127,7 @@ def _package(
         inner=group.split[1] - group.split[0],
         activation=activation.name,
         activation_parameters=activation.parameters,
-        functions={c: f"c{c}" for c in layer.capacities(group)},
+        functions=functions(layer.capacities(group), 15),
         tier=group.tier,
         input="x",
         output="y",

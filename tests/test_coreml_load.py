@@ -5,19 +5,21 @@ Core ML itself is a stand-in here; what it really does is seen on a Mac alone.
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from test_manifest import manifest
+from test_manifest import manifest, separate
 
 from mlx_moe import core, coreml_load
 from mlx_moe.coreml_load import CoreMLPrograms, cache_directory, demotion, model_path
-from mlx_moe.coreml_trial import Trials, try_package
+from mlx_moe.coreml_trial import Trials, trial_request, try_package
 from mlx_moe.errors import InvalidArgument, MissingDependency, MoEError
 from mlx_moe.manifest import Manifest
+from mlx_moe.package_form import functions
 
 ON = {"ane": [9, 6], "gpu": [0, 0], "cpu": [1, 0], "other": [0, 0]}
 SPLIT = {"ane": [7, 4], "gpu": [2, 2], "cpu": [0, 0], "other": [0, 0]}
@@ -31,7 +33,7 @@ class Executor:
 
     def load(self, functions: Any, groups: int, width: int, input: str, output: str) -> int:
         for path, name in functions.values():
-            if not Path(path, name).exists():
+            if not Path(path, name or "main").exists():
                 raise InvalidArgument(f"{path} does not load: no {name}")
         self.loaded.append((functions, groups, width, input, output))
         return len(self.loaded) - 1
@@ -46,8 +48,8 @@ def fake_core(tmp_path: Path, **changes: Any) -> Any:
     def compile(package: str) -> str:
         made = tmp_path / "system" / Path(package).name
         made.mkdir(parents=True)
-        (made / "c32").touch()
-        (made / "c64").touch()
+        for name in ("c32", "c64", "main"):
+            (made / name).touch()
         return str(made)
 
     plain: dict[str, Any] = {
@@ -103,6 +105,41 @@ def test_groups_are_prepared_once_and_loaded_with_their_functions(
     again = Here(fake)
     programs = CoreMLPrograms.open(artifacts, ["g0", "g1"], core=fake, trials=again)
     assert again.asked == [] and programs.number("g1") == 1
+
+
+def test_packages_for_each_capacity_are_prepared_together_and_loaded(
+    artifacts: Manifest, tmp_path: Path
+) -> None:
+    separately = replace(artifacts, packages=[separate("g0")], macos=14)
+    separately.save()
+    compiled: list[str] = []
+
+    def compile(package: str) -> str:
+        compiled.append(package)
+        return str(fake_core(tmp_path).coreml_compile(package))
+
+    fake = fake_core(tmp_path, coreml_compile=compile)
+    programs = CoreMLPrograms.open(separately, ["g0"], core=fake, trials=Here(fake))
+    kept = model_path(cache_directory(separately), separately.package("g0"))
+    assert compiled == [str(tmp_path / "g0.tiers" / f"c{c}.mlpackage") for c in (32, 64)]
+    loaded = {c: (str(kept / f"c{c}.mlmodelc"), "") for c in (32, 64)}
+    assert programs.executor.loaded == [(loaded, 2, 4, "x", "y")]
+    assert programs.reports["g0"].operations()["ane"] == 18
+    again = Here(fake)
+    assert CoreMLPrograms.open(separately, ["g0"], core=fake, trials=again).number("g0") == 0
+    assert again.asked == []
+
+
+def test_functions_are_refused_on_macos_14(
+    artifacts: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.mac_ver", lambda: ("14.6.1", ("", "", ""), "arm64"))
+    fake = fake_core(tmp_path)
+    with pytest.raises(InvalidArgument, match=r"for macOS 15 and this is 14.6.1: .*--macos 14"):
+        CoreMLPrograms.open(artifacts, ["g0"], core=fake, trials=Here(fake))
+    separately = replace(artifacts, packages=[separate("g0")], macos=14)
+    separately.save()
+    assert CoreMLPrograms.open(separately, ["g0"], core=fake, trials=Here(fake)).number("g0") == 0
 
 
 @pytest.mark.parametrize("what", ["report", "model", "manifest", "system"])
@@ -201,16 +238,9 @@ def test_a_first_prediction_that_fails_fails_the_package(tmp_path: Path) -> None
         try_package(request(tmp_path), fake)
 
 
-def request(tmp_path: Path) -> dict[str, Any]:
-    return {
-        "package": str(tmp_path / "g0.mlpackage"),
-        "compiled": str(tmp_path / ".g0"),
-        "functions": {"32": "c32"},
-        "groups": 2,
-        "width": 4,
-        "input": "x",
-        "output": "y",
-    }
+def request(tmp_path: Path, capacities: tuple[int, ...] = (32,)) -> dict[str, Any]:
+    package, compiled = tmp_path / "g0.mlpackage", tmp_path / ".g0"
+    return trial_request(package, compiled, functions(capacities, 15), 2, 4, "x", "y")
 
 
 def script(body: str) -> list[str]:
@@ -263,7 +293,6 @@ def test_a_trial_runs_every_function_on_zeros(tmp_path: Path) -> None:
             return super().submit(tiles)
 
     fake = fake_core(tmp_path, CoreMLExecutor=Watching)
-    asked = {**request(tmp_path), "functions": {"32": "c32", "64": "c64"}}
-    reply = try_package(asked, fake)
+    reply = try_package(request(tmp_path, (32, 64)), fake)
     assert reply == {"placement": {"32": ON, "64": ON}}
     assert seen == [((2, 32, 4), np.float16, 0.0), ((2, 64, 4), np.float16, 0.0)]

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from mlx_moe.errors import CorruptArtifact
 from mlx_moe.identity import ModelIdentity
 from mlx_moe.manifest import Manifest
 from mlx_moe.package_entry import ExpertTensors, File, PackageEntry, Tensor
+from mlx_moe.package_form import Function, container, functions
 
 BLOB = "Data/com.apple.CoreML/weights/weight.bin"
 
@@ -37,7 +39,7 @@ def entry(id: str = "g0") -> PackageEntry:
         inner=2,
         activation="swiglu_oai",
         activation_parameters={"alpha": 1.5, "limit": 7.0},
-        functions={32: "c32", 64: "c64"},
+        functions=functions((32, 64), 15),
         tier=64,
         input="x",
         output="y",
@@ -64,11 +66,58 @@ def test_it_comes_back_as_it_was_saved(tmp_path: Path) -> None:
         saved.package("g9")
 
 
+PLACE = {"package": ".", "name": "c32"}
+
+
+def separate(id: str = "g0") -> PackageEntry:
+    """As `entry`, for macOS 14: the capacities are packages, each with the weights."""
+    shared = entry(id)
+    packages = [f"c{capacity}.mlpackage" for capacity in shared.functions]
+    return replace(
+        shared,
+        path=container(id, 14),
+        functions=functions((32, 64), 14),
+        blob=f"{packages[1]}/{BLOB}",
+        files={f"{p}/{name}": file for p in packages for name, file in shared.files.items()},
+    )
+
+
+def test_packages_for_each_capacity_come_back_too(tmp_path: Path) -> None:
+    saved = replace(manifest(tmp_path), packages=[separate("g0"), separate("g1")], macos=14)
+    saved.save()
+    loaded = Manifest.load(tmp_path)
+    assert loaded == saved and loaded.macos == loaded.package("g0").macos == 14
+    assert loaded.package("g0").functions[64] == Function("c64.mlpackage", None)
+    assert loaded.package("g0").packages == ["c32.mlpackage", "c64.mlpackage"]
+    assert loaded.bytes == 2 * 2 * 98
+    mixed = replace(saved, packages=[entry("g0"), separate("g1")])
+    mixed.save()
+    with pytest.raises(CorruptArtifact, match="not all packages are for macOS 14"):
+        Manifest.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda v: v["functions"]["32"].update(package="c64.mlpackage"), "not in its packages"),
+        (lambda v: v["functions"]["32"].update(name="c32"), "not in its packages"),
+        (lambda v: v["functions"].pop("32"), "not in its packages"),
+        (lambda v: v.update(path="g0.mlpackage"), "not in its packages"),
+        (lambda v: v.update(blob=BLOB), "not among its files"),
+    ],
+)
+def test_packages_for_each_capacity_are_checked(change: Any, message: str) -> None:
+    value = json.loads(json.dumps(separate().to_json()))
+    change(value)
+    with pytest.raises(CorruptArtifact, match=message):
+        PackageEntry.from_json(value, "the file")
+
+
 @pytest.mark.parametrize(
     "path, value, message",
     [
-        (("format",), "mlx_moe.plan", "'mlx_moe.plan' version 1"),
-        (("version",), 2, "version 2"),
+        (("format",), "mlx_moe.plan", "'mlx_moe.plan' version 2"),
+        (("version",), 1, "version 1; .* version 2"),
         (("weights",), "int3", "weights: .* found 'int3'"),
         (("identity",), {"name": 3}, "identity"),
         (("packages",), {}, "packages: expected a list"),
@@ -86,8 +135,14 @@ def test_it_comes_back_as_it_was_saved(tmp_path: Path) -> None:
         (("packages", 0, "blob"), "Manifest.txt", "not among its files"),
         (("packages", 0, "experts"), [3, 2], "not its experts'"),
         (("packages", 0, "split"), [0, 3], "split and inner"),
-        (("packages", 0, "functions"), {"32": "c32"}, "its tier is no function"),
-        (("packages", 0, "functions"), {"wide": "c32"}, r"functions\.wide: expected a number"),
+        (("packages", 0, "functions"), {"32": PLACE}, "its tier is no function"),
+        (("packages", 0, "functions"), {"wide": PLACE}, r"functions\.wide: expected a number"),
+        (("packages", 0, "functions"), {"64": "c64"}, r"functions\.64: expected an object"),
+        (("packages", 0, "functions", "64", "package"), "../p", r"functions\.64\.package: exp"),
+        (("packages", 0, "functions", "64", "package"), "c64.mlpackage", "not in its packages"),
+        (("packages", 0, "functions", "64", "name"), None, "not in its packages"),
+        (("macos",), 14, "not all packages are for macOS 14"),
+        (("macos",), 13, "macOS 13"),
         (("packages", 0, "kind"), "mlp", "kind and gates"),
         (("packages", 0, "files", BLOB, "bytes"), 95, "ends past its blob"),
         (("packages", 0, "tensors", 0, "up", "offset"), -2, r"tensors\[0\]\.up\.offset"),
@@ -129,7 +184,8 @@ VALUES = st.one_of(
 
 @given(st.data())
 def test_any_change_is_an_error_or_the_same_kind_of_entry(data: st.DataObject) -> None:
-    value = copy.deepcopy(json.loads(json.dumps(entry().to_json())))
+    made = data.draw(st.sampled_from([entry, separate]))
+    value = copy.deepcopy(json.loads(json.dumps(made().to_json())))
     place: Any = value
     while True:
         key = data.draw(

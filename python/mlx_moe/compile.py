@@ -1,4 +1,4 @@
-"""Compile a plan: one Core ML package for each of its groups, and a manifest."""
+"""Compile a plan: Core ML packages for each of its groups, and a manifest."""
 
 import shutil
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -12,12 +12,13 @@ import mlx.nn as nn
 from .compile_directory import CompileDirectory, writing
 from .compile_estimate import Estimate, estimate_tasks, space_needed
 from .compile_tasks import Task, WeightSource, tasks_of
-from .compile_worker import PACKAGE, Worker, stage_weights
-from .coreml import WEIGHTS, Weights, check_coremltools, function_name
+from .compile_worker import WRITTEN, Worker, stage_weights
+from .coreml import WEIGHTS, Weights, check_coremltools
 from .errors import CorruptArtifact, DiskFull, InvalidArgument
 from .manifest import Manifest
 from .mil_program import INPUT, OUTPUT
 from .package_entry import PackageEntry
+from .package_form import MACOS, container, functions
 from .plan import Plan, read_plan
 from .progress import progress_bar
 
@@ -28,6 +29,7 @@ def compile_plan(
     out_dir: str | Path,
     *,
     weights: str | None = None,
+    macos: int = MACOS[0],
     workers: int = 2,
     progress: bool = True,
     trust_remote_code: bool = False,
@@ -45,6 +47,9 @@ def compile_plan(
         out_dir: made if need be.
         weights: "fp16" (exact from MLX's quantised weights, rounded once) or "int8" (each output
             channel in 255 levels); None: as the plan says.
+        macos: 15: the capacities of a group are functions of one package, and share its weights;
+            14: each is a package of its own, which is as many times the space. The same weights
+            and results.
         workers: processes that write packages; each needs memory of a few times the largest.
         progress: show a bar on stderr.
         trust_remote_code: allow a model that brings its own code.
@@ -60,7 +65,8 @@ def compile_plan(
         CorruptArtifact: a package did not come out as it was written.
         MissingDependency: no coremltools.
     """
-    with Compilation(model_or_path, plan, out_dir, weights, trust_remote_code) as compilation:
+    options = weights, macos, trust_remote_code
+    with Compilation(model_or_path, plan, out_dir, *options) as compilation:
         return compilation.run(workers, progress)
 
 
@@ -70,11 +76,13 @@ def estimate_plan(
     out_dir: str | Path,
     *,
     weights: str | None = None,
+    macos: int = MACOS[0],
     workers: int = 2,
     trust_remote_code: bool = False,
 ) -> Estimate:
     """What `compile_plan` with these arguments would take, measured by a few small packages."""
-    with Compilation(model_or_path, plan, out_dir, weights, trust_remote_code) as compilation:
+    options = weights, macos, trust_remote_code
+    with Compilation(model_or_path, plan, out_dir, *options) as compilation:
         return compilation.estimate(workers)
 
 
@@ -87,14 +95,18 @@ class Compilation:
         plan: Plan | dict[str, Any] | str | Path,
         out_dir: str | Path,
         weights: str | None,
+        macos: int,
         trust_remote_code: bool,
     ):
         self.plan = read_plan(plan)
         chosen = weights or self.plan.weights
         if chosen not in WEIGHTS:
             raise InvalidArgument(f"weights are {chosen!r}; expected {' or '.join(WEIGHTS)}")
+        if macos not in MACOS:
+            raise InvalidArgument(f"macos is {macos!r}; expected {' or '.join(map(str, MACOS))}")
         self.weights: Weights = chosen  # type: ignore[assignment]
-        self.tasks = tasks_of(self.plan, self.weights)
+        self.macos = macos
+        self.tasks = tasks_of(self.plan, self.weights, macos)
         check_coremltools()
         self.source = WeightSource(model, trust_remote_code)
         self.source.check_identity(self.tasks[0].identity)
@@ -167,8 +179,8 @@ class Compilation:
 
     def _manifest(self) -> Manifest:
         packages = [self.current[task.id] for task in self.tasks]
-        identity = self.tasks[0].identity
-        return Manifest(self.directory.root, self.plan.sha256, identity, self.weights, packages)
+        identity, root = self.tasks[0].identity, self.directory.root
+        return Manifest(root, self.plan.sha256, identity, self.weights, packages, self.macos)
 
     def _check_space(self, missing: list[Task], workers: int) -> None:
         needed, root = space_needed(missing, workers), self.directory.root
@@ -191,14 +203,15 @@ class Compilation:
             "activation": asdict(self.activations[task.id]),
             "capacities": list(task.capacities),
             "weights": task.weights,
+            "macos": task.macos,
         }
 
     def _publish(self, reply: dict[str, Any], bar: Any) -> None:
         task = next(task for task in self.tasks if task.id == reply["id"])
-        activation = self.activations[task.id]
+        activation, places = self.activations[task.id], functions(task.capacities, task.macos)
         value = {
             "id": task.id,
-            "path": f"{task.id}.mlpackage",
+            "path": container(task.id, task.macos),
             "layer": task.layer,
             "kind": task.kind,
             "experts": task.experts,
@@ -207,7 +220,7 @@ class Compilation:
             "inner": task.inner,
             "activation": activation.name,
             "activation_parameters": activation.parameters,
-            "functions": {str(c): function_name(c) for c in task.capacities},
+            "functions": {str(c): asdict(place) for c, place in places.items()},
             "tier": task.capacities[-1],
             "input": INPUT,
             "output": OUTPUT,
@@ -215,7 +228,8 @@ class Compilation:
             **{key: reply[key] for key in ("files", "blob", "tensors")},
         }
         entry = PackageEntry.from_json(value, task.id)
-        self.directory.publish(self.directory.stages / task.id / PACKAGE, entry)
+        written = self.directory.stages / task.id / container(WRITTEN, task.macos)
+        self.directory.publish(written, entry)
         self.current[task.id] = entry
         bar.update()
 

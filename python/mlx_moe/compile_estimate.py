@@ -5,7 +5,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from .compile_directory import writing
 from .compile_tasks import Task, WeightSource
 from .compile_worker import COPIES, Worker, stage_weights
 from .experts_weights import ExpertWeights
+from .package_form import MACOS
 
 # (experts, functions, hidden = inner): the smallest, one of much text, one of many bytes.
 PROBES = ((1, 1, 32), (8, 2, 32), (1, 1, 1024))
@@ -27,8 +28,9 @@ class Estimate:
     """What compiling takes.
 
     Attributes:
-        packages, missing: in all, and those that are still to be written.
+        packages, missing: groups in all, and those that are still to be written.
         bytes: of all finished packages.
+        shared_bytes: what they take where capacities share their weights, as for macOS 15.
         largest: bytes of the largest package.
         space: bytes that must be free, for what is missing and while it is written.
         free: bytes that are.
@@ -38,6 +40,7 @@ class Estimate:
     packages: int
     missing: int
     bytes: int
+    shared_bytes: int
     largest: int
     space: int
     free: int
@@ -55,7 +58,8 @@ def estimate_tasks(
         packages=len(tasks),
         missing=len(missing),
         bytes=sum(task.bytes for task in tasks),
-        largest=max(task.bytes for task in tasks),
+        shared_bytes=sum(replace(task, macos=MACOS[0]).bytes for task in tasks),
+        largest=max(task.package_bytes for task in tasks),
         space=space_needed(missing, workers),
         free=shutil.disk_usage(root).free,
         seconds=estimate_seconds(missing, source, root, workers),
@@ -67,7 +71,7 @@ def space_needed(tasks: list[Task], workers: int) -> int:
     if not tasks:
         return 0
     workers = min(workers, len(tasks))
-    each = max(task.bytes * (len(task.capacities) + COPIES) for task in tasks)
+    each = max(task.package_bytes * (len(task.capacities) + COPIES) for task in tasks)
     staged = max(task.raw_bytes for task in tasks)
     return sum(task.bytes for task in tasks) + workers * each + (workers + 1) * staged
 
@@ -79,7 +83,7 @@ def estimate_seconds(
     if not tasks:
         return 0.0
     workers = min(workers, len(tasks))
-    start, fixed, text, byte = _writing_costs(directory, tasks[0].weights, workers)
+    start, fixed, text, byte = _writing_costs(directory, tasks[0], workers)
     layer, value = _reading_costs(tasks[0], source)
     read = layer * len({task.layer for task in tasks})
     read += value * sum(task.raw_bytes for task in tasks)
@@ -90,10 +94,8 @@ def estimate_seconds(
     return start + max(read, write / workers) + min(read, write / workers) / len(tasks)
 
 
-def _writing_costs(
-    directory: Path, weights: str, workers: int
-) -> tuple[float, float, float, float]:
-    """Seconds to start a worker, for a package, for an expert and a byte in each function.
+def _writing_costs(directory: Path, task: Task, workers: int) -> tuple[float, float, float, float]:
+    """Seconds to start a worker, for a group, for an expert and a byte in each function.
 
     Of as many workers at once as there will be: they share processors, memory and disk.
     """
@@ -103,27 +105,27 @@ def _writing_costs(
         ThreadPoolExecutor(workers) as threads,
     ):
         stages = [Path(scratch, str(number)) for number in range(workers)]
-        all_times = list(threads.map(partial(_probe, weights), stages))
+        all_times = list(threads.map(partial(_probe, task), stages))
     first, small, many, large = np.mean(all_times, axis=0).tolist()
     text = max(many - small, 0.0) / (8 * 2 - 1)
     byte = max(large - small, 0.0) / (3 * 2 * (1024**2 - 32**2))
     return first - small, max(small - text, 0.0), text, byte
 
 
-def _probe(weights: str, directory: Path) -> list[float]:
+def _probe(task: Task, directory: Path) -> list[float]:
     """Seconds for the first package of a worker, and for each of PROBES after it."""
     times, worker = [], Worker()
     try:
         for number, probe in enumerate((PROBES[0], *PROBES)):
             stage = directory / str(number)
             stage.mkdir(parents=True)
-            times.append(_timed(partial(_write, worker, stage, weights, *probe)))
+            times.append(_timed(partial(_write, worker, stage, task, *probe)))
     finally:
         worker.close()
     return times
 
 
-def _write(worker: Worker, stage: Path, weights: str, count: int, functions: int, d: int) -> None:
+def _write(worker: Worker, stage: Path, like: Task, count: int, functions: int, d: int) -> None:
     matrix = np.random.default_rng(0).standard_normal((d, d)).astype(np.float16)
     stage_weights(stage, [ExpertWeights(matrix, matrix + 1, matrix + 2) for _ in range(count)])
     worker.request(
@@ -133,7 +135,8 @@ def _write(worker: Worker, stage: Path, weights: str, count: int, functions: int
             "experts": list(range(count)),
             "activation": asdict(Activation("swiglu")),
             "capacities": [32 * (i + 1) for i in range(functions)],
-            "weights": weights,
+            "weights": like.weights,
+            "macos": like.macos,
         }
     )
 

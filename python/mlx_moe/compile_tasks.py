@@ -34,6 +34,7 @@ class Task:
         kind: "glu" or "mlp".
         split: range of the `width` inner features.
         capacities: ascending; one function for each.
+        macos: 15, or 14 for a package for each capacity.
         biases: whether the projections have them.
     """
 
@@ -48,6 +49,7 @@ class Task:
     biases: bool
     weights: Weights
     identity: ModelIdentity
+    macos: int
 
     @property
     def inner(self) -> int:
@@ -55,9 +57,15 @@ class Task:
 
     @property
     def bytes(self) -> int:
-        """What the package takes on the disk, about: the blobs and the program."""
+        """What the group takes on the disk, about: the blobs and the programs."""
+        copies = 1 if self.macos == 15 else len(self.capacities)
         text = PROGRAM_BYTES * len(self.experts) * len(self.capacities)
-        return self.blob_bytes + text
+        return copies * self.blob_bytes + text
+
+    @property
+    def package_bytes(self) -> int:
+        """What one of its packages takes."""
+        return self.bytes if self.macos == 15 else self.bytes // len(self.capacities)
 
     @property
     def blob_bytes(self) -> int:
@@ -103,7 +111,7 @@ class Task:
         }
 
 
-def tasks_of(plan: Plan, weights: Weights) -> list[Task]:
+def tasks_of(plan: Plan, weights: Weights, macos: int) -> list[Task]:
     """The packages that a plan asks for, in its order.
 
     Raises:
@@ -124,6 +132,7 @@ def tasks_of(plan: Plan, weights: Weights) -> list[Task]:
             biases=facts.biases and not shared,
             weights=weights,
             identity=plan.identity,
+            macos=macos,
         )
         task.check()
         tasks.append(task)

@@ -17,17 +17,18 @@ import numpy as np
 from . import errors
 from .activations import Activation
 from .child import Child, serve
-from .coreml import function_name, write_package
+from .coreml import write_package
 from .durable import file_sha256, sync_directory
 from .errors import CorruptArtifact, DiskFull, MoEError
 from .experts_weights import ExpertWeights
 from .mil_program import Stored, StoredExpert, operation_name
 from .package import Blob, Package, convolution_blobs
 from .package_entry import ExpertTensors, File, Tensor
+from .package_form import Function, container, functions
 
 COPIES = 2  # of a package beside those of each function: merged, and its weights as read
 STAGED = "weights.npz"
-PACKAGE = "package.mlpackage"
+WRITTEN = "package"  # the stem of what is written
 
 
 def stage_weights(directory: Path, experts: list[ExpertWeights]) -> None:
@@ -59,7 +60,8 @@ def build(request: dict[str, Any]) -> dict[str, Any]:
         MoEError: the program cannot be written.
     """
     directory = Path(request["directory"])
-    path = directory / PACKAGE
+    macos = request["macos"]
+    path = directory / container(WRITTEN, macos)
     copies = len(request["capacities"]) + COPIES
     needed = (directory / STAGED).stat().st_size * copies
     try:
@@ -70,8 +72,10 @@ def build(request: dict[str, Any]) -> dict[str, Any]:
             Activation(**request["activation"]),
             request["capacities"],
             request["weights"],
+            macos,
         )
-        tensors, blob = read_back(path, stored, request["experts"], request["capacities"])
+        places = functions(request["capacities"], macos)
+        tensors, blob = read_back(path, stored, request["experts"], places)
         return {
             "blob": blob,
             "tensors": [asdict(t) for t in tensors],
@@ -90,21 +94,35 @@ def build(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_back(
-    path: Path, stored: list[StoredExpert], experts: list[int], capacities: list[int]
+    path: Path, stored: list[StoredExpert], experts: list[int], places: dict[int, Function]
 ) -> tuple[list[ExpertTensors], str]:
-    """Where each weight is in the saved package, and in which file; every bit is compared.
+    """Where each weight is in what was written at `path`, and in which file of it; every bit is
+    compared, in every package.
 
-    Raises CorruptArtifact if a value differs, or if the functions do not share the weights.
+    Raises CorruptArtifact if a value differs, or if the functions of a package do not share the
+    weights, or packages have them at different places.
     """
-    package = Package(path)
-    found = [convolution_blobs(package, function_name(c)) for c in capacities]
+    packages = {place.package: Package(path / place.package) for place in places.values()}
+    found = [convolution_blobs(packages[p.package], p.defined) for p in places.values()]
     if any(blobs != found[0] for blobs in found):
         raise CorruptArtifact(f"{path}: the functions do not share their weights")
+    for name in packages:
+        tensors, file = _compared(path / name, found[0], stored, experts)
+    return tensors, (Path(name) / file).as_posix()
+
+
+def _compared(
+    path: Path,
+    found: dict[str, dict[str, Blob]],
+    stored: list[StoredExpert],
+    experts: list[int],
+) -> tuple[list[ExpertTensors], str]:
+    """The places of the weights in one package, and their file, compared with what is stored."""
     tensors, files = [], set()
     for g, (expert, expected) in enumerate(zip(experts, stored, strict=True)):
         places: dict[str, Tensor | None] = {"gate": None}
         for key, matrix in expected.matrices.items():
-            blobs = found[0][operation_name(g, key, len(stored))]
+            blobs = found[operation_name(g, key, len(stored))]
             places[key] = _matrix(path, blobs, matrix)
             files |= {blob.file for blob in blobs.values()}
             if key in expected.biases:

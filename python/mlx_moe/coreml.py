@@ -1,7 +1,8 @@
-"""Experts as a Core ML package: one function per capacity, all sharing one copy of the weights.
+"""Experts as Core ML packages: one function per capacity, all sharing one copy of the weights.
 
-Writing works where coremltools does, on Linux too; running a package takes macOS 15
-(specification 9, the first whose functions share weights).
+Writing works where coremltools does, on Linux too. Running such a package takes macOS 15
+(specification 9, the first whose functions share weights); for macOS 14 (specification 8) each
+capacity has a package of its own, with the same program and its own copy of the weights.
 """
 
 import gc
@@ -18,18 +19,14 @@ from typing import Any, Literal, get_args
 from .activations import Activation
 from .errors import InvalidArgument, MissingDependency
 from .experts_weights import ExpertWeights
-from .mil_program import StoredExpert, program
+from .mil_program import StoredExpert, program, target
+from .package_form import MACOS, function_name, functions
 from .tiers import STEP
 
 Weights = Literal["fp16", "int8"]
 WEIGHTS = get_args(Weights)
 LARGEST_PACKAGE = 200_000_000  # bytes; larger ones have failed to load on the Neural Engine
 ALIGNMENT, METADATA = 64, 64  # bytes per entry of a blob file
-
-
-def function_name(capacity: int) -> str:
-    """The function of a package whose experts take `capacity` tokens each."""
-    return f"c{capacity}"
 
 
 def check_coremltools() -> None:
@@ -66,10 +63,12 @@ def write_package(
     activation: Activation,
     capacities: Sequence[int],
     weights: Weights = "fp16",
+    macos: int = MACOS[0],
 ) -> list[StoredExpert]:
     """Write `path`, a new .mlpackage, with a function for each capacity.
 
-    Function c{C} takes x [1, hidden, 1, G*C] f16, columns [g*C, (g+1)*C] for expert g, and
+    For macOS 14 `path` is a new directory, with a package for each capacity in it. A function
+    takes x [1, hidden, 1, G*C] f16, columns [g*C, (g+1)*C] for expert g, and
     returns y of that shape, the experts' outputs (partial sums, where the inner features are a
     part of an expert's).
 
@@ -77,6 +76,7 @@ def write_package(
         experts: of equal shapes; float16.
         capacities: multiples of 32, ascending; the largest is the default function.
         weights: "int8" rounds each output channel to 255 levels.
+        macos: 15, or 14; `package_form.functions` has the places that they give.
 
     Returns:
         The weights as they were written.
@@ -91,17 +91,14 @@ def write_package(
     ct = coremltools()
     stored = [StoredExpert.of(e, weights) for e in experts]
     with _scratch(path.parent) as scratch:
-        functions = ct.utils.MultiFunctionDescriptor()
-        for capacity in capacities:
-            single = scratch / f"{function_name(capacity)}.mlpackage"
-            _write_function(ct, single, stored, activation, capacity)
-            functions.add_function(str(single), "main", function_name(capacity))
-        functions.default_function_name = function_name(capacities[-1])
-        merged = scratch / "merged.mlpackage"
-        ct.utils.save_multifunction(functions, str(merged))
-        for file in merged.rglob("*.mlmodel"):
+        singles = scratch / "singles"
+        singles.mkdir()
+        for capacity, place in functions(capacities, 14).items():
+            _write_function(ct, singles / place.package, stored, activation, capacity, macos)
+        made = singles if macos == 14 else _merge(ct, singles, scratch, capacities)
+        for file in made.rglob("*.mlmodel"):
             file.chmod(0o644)  # mkstemp lets nobody else read it
-        merged.rename(path)
+        made.rename(path)
     gc.collect()  # coremltools' programs are cyclic and hold the weights
     return stored
 
@@ -135,18 +132,35 @@ def check_size(size: int, what: str) -> None:
 
 
 def _write_function(
-    ct: Any, path: Path, stored: list[StoredExpert], activation: Activation, capacity: int
+    ct: Any,
+    path: Path,
+    stored: list[StoredExpert],
+    activation: Activation,
+    capacity: int,
+    macos: int,
 ) -> None:
     model = ct.convert(
-        program(stored, activation, capacity),
+        program(stored, activation, capacity, macos),
         convert_to="mlprogram",
-        minimum_deployment_target=ct.target.iOS18,
+        minimum_deployment_target=target(macos),
         compute_precision=ct.precision.FLOAT16,
         pass_pipeline=ct.PassPipeline.EMPTY,  # nothing is to be folded, fused or renamed
         skip_model_load=True,
     )
     model.save(str(path))
     shutil.rmtree(model.package_path, ignore_errors=True)  # else it stays until we end
+
+
+def _merge(ct: Any, singles: Path, scratch: Path, capacities: Sequence[int]) -> Path:
+    """One package with the packages of macOS 14's form as its functions."""
+    descriptor = ct.utils.MultiFunctionDescriptor()
+    for capacity, place in functions(capacities, 14).items():
+        single = str(singles / place.package)
+        descriptor.add_function(single, place.defined, function_name(capacity))
+    descriptor.default_function_name = function_name(capacities[-1])
+    merged = scratch / "merged.mlpackage"
+    ct.utils.save_multifunction(descriptor, str(merged))
+    return merged
 
 
 @contextmanager

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from . import cache, core
-from .coreml_trial import Trials
+from .coreml_trial import SUFFIX, Trials, compiled_functions, trial_request
 from .durable import file_sha256, sync_directory, write_json
-from .errors import MissingDependency, MoEError
+from .errors import InvalidArgument, MissingDependency, MoEError
 from .manifest import NAME, Manifest
 from .package_entry import PackageEntry
+from .package_form import system_macos
 from .progress import progress_bar
 
 UNITS = {"ane": "the Neural Engine", "gpu": "the GPU", "cpu": "the CPU", "other": "another unit"}
@@ -92,10 +93,12 @@ class CoreMLPrograms:
 
         Raises:
             MissingDependency: there is no Core ML here.
+            InvalidArgument: the artifacts take a newer macOS than this one.
             MoEError: there can be no cache directory.
         """
         if missing := core.coreml_missing():
             raise MissingDependency(f"backend='coreml': {missing}; backend='host' runs anywhere")
+        check_system(manifest)
         programs = cls(manifest, core.CoreMLExecutor())
         kept = cache_directory(manifest)
         entries = [manifest.package(id) for id in ids]
@@ -139,7 +142,7 @@ class CoreMLPrograms:
         if report.cold is None:
             try:
                 self._numbers[entry.id] = self.executor.load(
-                    {c: (str(model_path(kept, entry)), f) for c, f in entry.functions.items()},
+                    compiled_functions(model_path(kept, entry), entry.functions),
                     len(entry.experts),
                     entry.hidden,
                     entry.input,
@@ -171,8 +174,18 @@ def system_build() -> str:
     return platform.release()
 
 
+def check_system(manifest: Manifest) -> None:
+    """Raise InvalidArgument for functions of packages on macOS 14."""
+    if manifest.macos > 14 and system_macos() == 14:
+        raise InvalidArgument(
+            f"{manifest.directory} was compiled for macOS {manifest.macos} and this is "
+            f"{platform.mac_ver()[0]}: `mlx_moe compile --macos 14` writes what runs here"
+        )
+
+
 def model_path(kept: Path, entry: PackageEntry) -> Path:
-    return kept / f"{entry.id}.mlmodelc"
+    """What Core ML made of an entry's packages, laid out as they are."""
+    return kept / f"{entry.id}{SUFFIX}"
 
 
 def report_path(kept: Path, entry: PackageEntry) -> Path:
@@ -191,19 +204,19 @@ def kept_report(kept: Path, entry: PackageEntry) -> Report | None:
 
 
 def try_entry(manifest: Manifest, entry: PackageEntry, kept: Path, trials: Any) -> Report:
-    """Compile, load and run one package in another process, and keep what came of it."""
-    scratch = kept / f".{entry.id}-{os.getpid()}.mlmodelc"
+    """Compile, load and run a group in another process, and keep what came of it."""
+    scratch = kept / f".{entry.id}-{os.getpid()}{SUFFIX}"
     try:
         reply = trials.request(
-            {
-                "package": str(manifest.directory / entry.path),
-                "compiled": str(scratch),
-                "functions": {str(c): name for c, name in entry.functions.items()},
-                "groups": len(entry.experts),
-                "width": entry.hidden,
-                "input": entry.input,
-                "output": entry.output,
-            }
+            trial_request(
+                manifest.directory / entry.path,
+                scratch,
+                entry.functions,
+                len(entry.experts),
+                entry.hidden,
+                entry.input,
+                entry.output,
+            )
         )
         report = _report(entry, reply["placement"])
         forget(kept, entry)

@@ -1,4 +1,4 @@
-"""A process that compiles a package, loads it and predicts once: `python -m mlx_moe.coreml_trial`.
+"""A process that compiles packages, loads them and predicts once: `python -m mlx_moe.coreml_trial`.
 
 The first load is the slow one, in which Core ML specialises a model for this machine, and where
 it crashes if it does; this process takes that for its parent. Its client is below.
@@ -7,7 +7,8 @@ it crashes if it does; this process takes that for its parent. Its client is bel
 import contextlib
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import numpy as np
 
 from .child import Child, serve
 from .errors import MoEError
+from .package_form import ITSELF, Function
 
+SUFFIX = ".mlmodelc"
 SECONDS = 900.0  # for one package; first loads of minutes are reported
 
 
@@ -23,8 +26,7 @@ def try_package(request: dict[str, Any], core: Any) -> dict[str, Any]:
     """Compile `package` to `compiled`, load every function and run each on zeros.
 
     Args:
-        request: package and compiled (paths), functions (name by capacity), groups, width,
-            input and output (names).
+        request: what `trial_request` made.
         core: `mlx_moe.core`.
 
     Returns:
@@ -34,12 +36,15 @@ def try_package(request: dict[str, Any], core: Any) -> dict[str, Any]:
     Raises:
         MoEError: it does not compile, load or predict.
     """
-    made = Path(core.coreml_compile(request["package"]))
-    compiled = Path(request["compiled"])
+    package, compiled = Path(request["package"]), Path(request["compiled"])
+    places = {int(c): Function(**place) for c, place in request["functions"].items()}
     shutil.rmtree(compiled, ignore_errors=True)
-    shutil.move(made, compiled)
-    executor = core.CoreMLExecutor()
-    functions = {int(c): (str(compiled), name) for c, name in request["functions"].items()}
+    for place in {place.package: place for place in places.values()}.values():
+        made = core.coreml_compile(str(package / place.package))
+        model = compiled_model(compiled, place)
+        model.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(made, model)
+    executor, functions = core.CoreMLExecutor(), compiled_functions(compiled, places)
     shape = request["groups"], request["width"]
     number = executor.load(functions, *shape, request["input"], request["output"])
     placement = {}
@@ -51,6 +56,42 @@ def try_package(request: dict[str, Any], core: Any) -> dict[str, Any]:
         with contextlib.suppress(MoEError):  # macOS before 14.4 has no compute plans
             placement[str(capacity)] = core.coreml_placement(path, name)
     return {"placement": placement}
+
+
+def trial_request(
+    package: Path,
+    compiled: Path,
+    functions: Mapping[int, Function],
+    groups: int,
+    width: int,
+    input: str,
+    output: str,
+) -> dict[str, Any]:
+    """Ask for a group's `package` (or a directory of its packages) to be tried.
+
+    What Core ML makes of it is to be at `compiled`, in the same form.
+    """
+    return {
+        "package": str(package),
+        "compiled": str(compiled),
+        "functions": {str(c): asdict(place) for c, place in functions.items()},
+        "groups": groups,
+        "width": width,
+        "input": input,
+        "output": output,
+    }
+
+
+def compiled_model(compiled: Path, place: Function) -> Path:
+    """The .mlmodelc of a place's package; `compiled` itself where that is the only one."""
+    return compiled if place.package == ITSELF else (compiled / place.package).with_suffix(SUFFIX)
+
+
+def compiled_functions(
+    compiled: Path, functions: Mapping[int, Function]
+) -> dict[int, tuple[str, str]]:
+    """As core.CoreMLExecutor.load takes them."""
+    return {c: (str(compiled_model(compiled, f)), f.name or "") for c, f in functions.items()}
 
 
 class Trials(Child):

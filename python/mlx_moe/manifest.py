@@ -10,8 +10,9 @@ from .errors import CorruptArtifact, CorruptFile, InvalidArgument
 from .identity import ModelIdentity
 from .json_fields import Fields
 from .package_entry import ITEM_BYTES, PackageEntry
+from .package_form import MACOS
 
-FORMAT, VERSION = "mlx_moe.artifacts", 1
+FORMAT, VERSION = "mlx_moe.artifacts", 2
 NAME = "manifest.json"
 
 
@@ -24,7 +25,8 @@ class Manifest:
         plan_sha256: `Plan.sha256` of the plan that was compiled.
         identity: the model whose weights these are.
         weights: "fp16" or "int8".
-        packages: one for each group of the plan, in its order.
+        packages: one entry for each group of the plan, in its order.
+        macos: 15 if a group's capacities are functions of one package, 14 if each has its own.
     """
 
     directory: Path
@@ -32,6 +34,7 @@ class Manifest:
     identity: ModelIdentity
     weights: str
     packages: list[PackageEntry] = field(default_factory=list)
+    macos: int = MACOS[0]
 
     @classmethod
     def load(cls, directory: str | Path) -> "Manifest":
@@ -76,7 +79,10 @@ class Manifest:
         packages = [PackageEntry.from_json(p, where[:-2]) for p in take.items("packages")]
         if len({p.id for p in packages}) < len(packages):
             raise CorruptFile(f"{where}two packages have the same id")
-        return cls(directory, take.text("plan_sha256"), identity, weights, packages)
+        macos = take.count("macos")
+        if macos not in MACOS or any(p.macos != macos for p in packages):
+            raise CorruptFile(f"{where}not all packages are for macOS {macos}")
+        return cls(directory, take.text("plan_sha256"), identity, weights, packages, macos)
 
     def save(self) -> Path:
         """Write DIR/manifest.json, whole or not at all."""
@@ -86,6 +92,7 @@ class Manifest:
             "plan_sha256": self.plan_sha256,
             "identity": self.identity.to_json(),
             "weights": self.weights,
+            "macos": self.macos,
             "packages": [p.to_json() for p in self.packages],
         }
         return write_json(self.directory / NAME, value)

@@ -9,6 +9,7 @@ import numpy as np
 
 from .activations import Activation
 from .experts_weights import ExpertWeights
+from .package_form import MACOS
 
 INPUT, OUTPUT = "x", "y"
 LEVELS = 127  # of int8, to either side of zero
@@ -62,13 +63,20 @@ def operation_name(expert: int, matrix: str, count: int) -> str:
     return OUTPUT if count == 1 and matrix == "down" else f"e{expert}_{matrix}"
 
 
-def program(experts: Sequence[StoredExpert], activation: Activation, capacity: int) -> Any:
+def target(macos: int) -> Any:
+    """coremltools' deployment target; iOS18 is the first with functions that share weights."""
+    targets = importlib.import_module("coremltools").target
+    return targets.iOS18 if macos == 15 else targets.iOS17
+
+
+def program(
+    experts: Sequence[StoredExpert], activation: Activation, capacity: int, macos: int = MACOS[0]
+) -> Any:
     """x [1, hidden, 1, G*C] f16 -> y of the same shape, as a coremltools Program.
 
     Convolutions of 1x1 over channels, the form that the Neural Engine takes best: split on the
     last axis, two or three convolutions for each expert, concatenation.
     """
-    target = importlib.import_module("coremltools").target.iOS18  # functions share weights
     mb = importlib.import_module("coremltools.converters.mil").Builder
     half = importlib.import_module("coremltools.converters.mil.mil").types.fp16
     count = len(experts)
@@ -77,10 +85,7 @@ def program(experts: Sequence[StoredExpert], activation: Activation, capacity: i
         stored, name = experts[g].matrices[matrix], operation_name(g, matrix, count)
         weight = stored.values[:, :, None, None]
         if stored.scales is not None:
-            scale = stored.scales[:, :, None, None]
-            weight = mb.constexpr_blockwise_shift_scale(
-                data=weight, scale=scale, name=f"{name}_weight"
-            )
+            weight = _dequantised(mb, weight, stored.scales, f"{name}_weight", macos)
         bias = experts[g].biases.get(matrix)
         return mb.conv(x=x, weight=weight, name=name, **({} if bias is None else {"bias": bias}))
 
@@ -99,7 +104,21 @@ def program(experts: Sequence[StoredExpert], activation: Activation, capacity: i
         return mb.concat(values=[expert(g, t) for g, t in enumerate(tiles)], axis=3, name=OUTPUT)
 
     spec = mb.TensorSpec(shape, dtype=half)
-    return mb.program(input_specs=[spec], opset_version=target)(function)
+    return mb.program(input_specs=[spec], opset_version=target(macos))(function)
+
+
+def _dequantised(mb: Any, values: Any, scales: np.ndarray, name: str, macos: int) -> Any:
+    """values [rows, ...] int8 times scales [rows, 1] f16, by the operation that the system has."""
+    if macos == 15:
+        scale = scales[:, :, None, None]
+        return mb.constexpr_blockwise_shift_scale(data=values, scale=scale, name=name)
+    return mb.constexpr_affine_dequantize(
+        quantized_data=values,
+        zero_point=np.int8(0),
+        scale=scales[:, 0],
+        axis=np.int32(0),
+        name=name,
+    )
 
 
 def _sigmoid_unit(mb: Any, x: Any, alpha: float) -> Any:

@@ -113,6 +113,9 @@ def convolution_blobs(package: Package, function: str) -> dict[str, dict[str, Bl
         source = sources.get(operation.inputs["weight"].arguments[0].name)
         if source is not None and source.type == "constexpr_blockwise_shift_scale":
             found[name] = {key: blob(source, key) for key in ("data", "scale")}
+        elif source is not None and source.type == "constexpr_affine_dequantize":
+            named = {"data": "quantized_data", "scale": "scale"}
+            found[name] = {key: package.blob(source.attributes[n]) for key, n in named.items()}
         else:
             found[name] = {"weight": blob(operation, "weight")}
         if "bias" in operation.inputs:

@@ -1,4 +1,4 @@
-"""What the manifest says of one package: shapes, functions, files, and where each weight is."""
+"""What the manifest says of one group: shapes, functions, files, and where each weight is."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -6,6 +6,7 @@ from typing import Any
 
 from .errors import CorruptArtifact, CorruptFile
 from .json_fields import LARGEST, Fields, inside
+from .package_form import ITSELF, Function, container, functions
 
 ITEM_BYTES = {"fp16": 2, "int8": 1}
 TENSORS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
@@ -61,16 +62,17 @@ class PackageEntry:
 
     Attributes:
         id: the plan's name for the group.
-        path: of the .mlpackage in the artifacts directory.
+        path: of the .mlpackage in the artifacts directory, or for macOS 14 of the directory that
+            has one for each capacity.
         layer: dotted path of the module that the weights are of.
         kind: "glu" or "mlp".
         experts: in the order of their columns in the tile.
         split: range of the inner features; `inner` of them.
-        functions: the name of the function for each capacity.
+        functions: where the program of each capacity is.
         tier: the largest capacity.
         input, output: names of the tensors [1, hidden, 1, G * C].
-        files: by path in the package.
-        blob: the weight file's path in the package.
+        files: by path in `path`.
+        blob: the path in `path` of a weight file; where there are several, all are the same.
         recipe: digest of all that the package depends on.
     """
 
@@ -84,7 +86,7 @@ class PackageEntry:
     inner: int
     activation: str
     activation_parameters: dict[str, float]
-    functions: dict[int, str]
+    functions: dict[int, Function]
     tier: int
     input: str
     output: str
@@ -97,9 +99,19 @@ class PackageEntry:
     def bytes(self) -> int:
         return sum(file.bytes for file in self.files.values())
 
+    @property
+    def macos(self) -> int:
+        """The oldest system that runs it."""
+        return 15 if self.path == container(self.id, 15) else 14
+
+    @property
+    def packages(self) -> list[str]:
+        """The .mlpackages in `path`; "." where it is one itself."""
+        return list(dict.fromkeys(function.package for function in self.functions.values()))
+
     def to_json(self) -> dict[str, Any]:
         value = asdict(self)
-        value["functions"] = {str(c): name for c, name in self.functions.items()}
+        value["functions"] = {str(c): asdict(place) for c, place in self.functions.items()}
         return value
 
     @classmethod
@@ -154,7 +166,8 @@ class PackageEntry:
         tensors = [(key, getattr(e, key)) for e in self.tensors for key in TENSORS]
         present = [(key, tensor) for key, tensor in tensors if tensor is not None]
         for good, complaint in (
-            (self.path == f"{self.id}.mlpackage", f"its path is {self.path!r}"),
+            (self.path == container(self.id, self.macos), f"its path is {self.path!r}"),
+            (self._has_packages(), "its functions are not in its packages"),
             (blob is not None, f"its blob {self.blob!r} is not among its files"),
             (self.experts == tuple(e.expert for e in self.tensors), "tensors are not its experts'"),
             (bool(self.experts) and end - begin == self.inner, "split and inner differ"),
@@ -166,6 +179,14 @@ class PackageEntry:
             if not good:
                 raise CorruptFile(f"{what}{complaint}")
 
+    def _has_packages(self) -> bool:
+        if self.macos == 15:
+            return all(f.package == ITSELF and f.name for f in self.functions.values())
+        there = {path.partition("/")[0] for path in self.files}
+        return self.functions == functions(tuple(self.functions), 14) and there == set(
+            self.packages
+        )
+
 
 def _files(take: Fields) -> dict[str, File]:
     for path in take:
@@ -175,11 +196,15 @@ def _files(take: Fields) -> dict[str, File]:
     return {path: File(file.count("bytes"), file.text("sha256")) for path, file in files.items()}
 
 
-def _functions(take: Fields) -> dict[int, str]:
+def _functions(take: Fields) -> dict[int, Function]:
     for capacity in take:
         if not capacity.isdecimal():
             raise take.wrong(capacity, "a number of slots before it")
-    return {int(capacity): take.text(capacity) for capacity in take}
+    places = {int(capacity): take.fields(capacity, {"package", "name"}) for capacity in take}
+    return {
+        capacity: Function(place.path("package"), place.optional("name", place.text))
+        for capacity, place in places.items()
+    }
 
 
 def _expert(take: Fields) -> ExpertTensors:

@@ -10,12 +10,12 @@ import numpy as np
 
 from . import core
 from .activations import Activation
-from .compile_worker import PACKAGE, Worker, stage_weights
-from .coreml import function_name
+from .compile_worker import WRITTEN, Worker, stage_weights
 from .coreml_load import demotion
-from .coreml_trial import Trials
+from .coreml_trial import Trials, compiled_functions, trial_request
 from .experts_weights import ExpertWeights
 from .mil_program import INPUT, OUTPUT
+from .package_form import container, functions, system_macos
 
 SCALE = 0.01
 logger = logging.getLogger("mlx_moe")
@@ -34,6 +34,7 @@ class CoreMLPrograms:
         self._directory = directory
         self._worker, self._trials = Worker(), trials or Trials()
         self._count = 0
+        self._macos = 14 if system_macos() == 14 else 15
 
     def load(self, hidden: int, inner: int, experts: int, capacities: Sequence[int]) -> int:
         self._count += 1
@@ -57,19 +58,12 @@ class CoreMLPrograms:
                 "activation": asdict(Activation("swiglu")),
                 "capacities": ordered,
                 "weights": "fp16",
+                "macos": self._macos,
             }
         )
-        functions = {capacity: function_name(capacity) for capacity in ordered}
+        places, package = functions(ordered, self._macos), container(WRITTEN, self._macos)
         reply = self._trials.request(
-            {
-                "package": str(stage / PACKAGE),
-                "compiled": str(compiled),
-                "functions": {str(c): name for c, name in functions.items()},
-                "groups": experts,
-                "width": hidden,
-                "input": INPUT,
-                "output": OUTPUT,
-            }
+            trial_request(stage / package, compiled, places, experts, hidden, INPUT, OUTPUT)
         )
         placement = {
             int(c): {unit: (int(a), int(b)) for unit, (a, b) in units.items()}
@@ -77,8 +71,8 @@ class CoreMLPrograms:
         }
         if elsewhere := demotion(placement):
             logger.warning("%d experts of %d x %d: %s", experts, hidden, inner, elsewhere)
-        paths = {capacity: (str(compiled), name) for capacity, name in functions.items()}
-        return int(self.executor.load(paths, experts, hidden, INPUT, OUTPUT))
+        loaded = compiled_functions(compiled, places)
+        return int(self.executor.load(loaded, experts, hidden, INPUT, OUTPUT))
 
     def close(self) -> None:
         self._worker.close()

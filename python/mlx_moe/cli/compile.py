@@ -1,6 +1,8 @@
 """`mlx_moe compile`: the groups of a plan as Core ML packages."""
 
 import argparse
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -9,6 +11,8 @@ from ..compile import compile_plan, estimate_plan
 from ..compile_estimate import Estimate
 from ..coreml import WEIGHTS
 from ..manifest import Manifest
+from ..package_entry import PackageEntry
+from ..package_form import MACOS, system_macos
 from ..plan import read_plan
 from ..tables import table
 from .common import add_json_option, add_trust_option, command, positive, write_json
@@ -17,7 +21,7 @@ from .common import add_json_option, add_trust_option, command, positive, write_
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx_moe compile",
-        description="Write a Core ML package for each group of a plan, and a manifest. Runs on "
+        description="Write Core ML packages for each group of a plan, and a manifest. Runs on "
         "any machine that has coremltools; goes on where it was stopped, and keeps what is "
         "current. Paths can be hf://user/repo/path@revision.",
     )
@@ -30,6 +34,15 @@ def build_parser() -> argparse.ArgumentParser:
         "--weights",
         choices=WEIGHTS,
         help="fp16: exact; int8: half the size, each channel in 255 levels (default: the plan's)",
+    )
+    parser.add_argument(
+        "--macos",
+        type=int,
+        choices=MACOS,
+        default=MACOS[0],
+        help="The oldest macOS that is to run it. 15: a package for each group, whose capacities "
+        "share the weights; 14: a package for each capacity, which takes more space "
+        f"(default: {MACOS[0]})",
     )
     parser.add_argument(
         "--workers", type=positive, default=2, help="Processes that write (default: 2)"
@@ -62,9 +75,12 @@ def main(argv: list[str] | None = None) -> int:
         return report(args.json, as_json(manifest), as_text(manifest))
     options: dict[str, Any] = {
         "weights": args.weights,
+        "macos": args.macos,
         "workers": args.workers,
         "trust_remote_code": args.trust_remote_code,
     }
+    if args.macos > 14 and system_macos() == 14:
+        print("note: this macOS 14 runs what --macos 14 writes, and no other", file=sys.stderr)
     if args.estimate:
         estimate = estimate_plan(args.model, plan, hub.local_output(args.output), **options)
         return report(args.json, estimate.to_json(), estimate_text(estimate))
@@ -81,7 +97,7 @@ def report(target: str | None, value: dict[str, Any], text: str) -> int:
 
 
 def as_json(manifest: Manifest) -> dict[str, Any]:
-    packages = [
+    entries = [
         {"id": p.id, "layer": p.layer, "experts": len(p.experts), "tier": p.tier, "bytes": p.bytes}
         for p in manifest.packages
     ]
@@ -90,8 +106,9 @@ def as_json(manifest: Manifest) -> dict[str, Any]:
         "plan_sha256": manifest.plan_sha256,
         "identity": asdict(manifest.identity),
         "weights": manifest.weights,
+        "macos": manifest.macos,
         "bytes": manifest.bytes,
-        "packages": packages,
+        "packages": entries,
     }
 
 
@@ -103,15 +120,29 @@ def as_text(manifest: Manifest) -> str:
         experts = len({expert for p in mine for expert in p.experts})
         tiers = sorted({p.tier for p in mine})
         size = sum(p.bytes for p in mine)
-        rows.append([layer, len(mine), experts, " ".join(map(str, tiers)), f"{size / 1e6:.1f}"])
-    total = f"{len(manifest.packages)} packages, {manifest.bytes / 1e6:.1f} MB, {manifest.weights}"
+        count = packages(mine)
+        rows.append([layer, count, experts, " ".join(map(str, tiers)), f"{size / 1e6:.1f}"])
+    total = (
+        f"{packages(manifest.packages)} packages, {manifest.bytes / 1e6:.1f} MB, "
+        f"{manifest.weights}, macOS {manifest.macos} or newer"
+    )
     heading = ("layer", "packages", "experts", "tiers", "MB")
     return f"{table(heading, rows)}\n{total}: {manifest.directory}"
 
 
+def packages(entries: Sequence[PackageEntry]) -> int:
+    return sum(len(entry.packages) for entry in entries)
+
+
 def estimate_text(e: Estimate) -> str:
+    shared = ""
+    if e.bytes > e.shared_bytes:
+        shared = (
+            f"a package for each capacity: with --macos 15 it would be "
+            f"{e.shared_bytes / 1e6:.1f} MB\n"
+        )
     return (
-        f"{e.missing} of {e.packages} packages to write, about {e.seconds:.0f} s\n"
-        f"artifacts {e.bytes / 1e6:.1f} MB, the largest package {e.largest / 1e6:.1f} MB\n"
+        f"{e.missing} of {e.packages} groups to write, about {e.seconds:.0f} s\n"
+        f"artifacts {e.bytes / 1e6:.1f} MB, the largest package {e.largest / 1e6:.1f} MB\n{shared}"
         f"needs {e.space / 1e6:.1f} MB of space while it writes; {e.free / 1e6:.0f} MB are free"
     )
