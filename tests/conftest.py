@@ -1,6 +1,7 @@
-"""What every test shares: no hub, one device, seeded, the example model's directory."""
+"""What every test shares: no hub, one device, seeded, the example model and its artifacts."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +10,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports huggingf
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # servers and workers are forked
 
 import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
 import pytest
+from compiled import small_plan
 from hypothesis import HealthCheck, settings
 
 from mlx_moe import attention, dense, layers
+from mlx_moe.compile import compile_plan
+from mlx_moe.manifest import Manifest
+from mlx_moe.plan import Plan
 
 # What the user has tuned or counted is no part of a test, nor are tests to leave anything there.
 # Read at first use, by this process and by those that tests start.
@@ -49,3 +56,28 @@ def _seed() -> None:
 def tiny_model_path() -> Path:
     """Directory of the trained 4-bit example model (Qwen3-MoE: 6 layers, 32 experts, top-4)."""
     return Path(__file__).parent.parent / "examples" / "tiny-qwen3-moe"
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_model_path: Path) -> nn.Module:
+    """The example model; what a test changes in it, it changes back."""
+    return mlx_lm.load(str(tiny_model_path))[0]
+
+
+@pytest.fixture(scope="session")
+def tiny_plan(tiny_model: nn.Module, tiny_model_path: Path) -> Plan:
+    return small_plan(tiny_model, tiny_model_path)
+
+
+@pytest.fixture(scope="session")
+def compiled(
+    tiny_plan: Plan, tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Manifest:
+    """The artifacts of `tiny_plan`, to be read; `copied` is to be changed."""
+    out = tmp_path_factory.mktemp("compiled") / "artifacts"
+    return compile_plan(tiny_model_path, tiny_plan, out, progress=False)
+
+
+@pytest.fixture
+def copied(compiled: Manifest, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(compiled.directory, tmp_path / "artifacts"))

@@ -25,7 +25,8 @@ struct Loaded {
   std::map<size_t, Strong<MLModel*>> models;  // by capacity
 };
 
-// Runs what it is given, one after the other, on a thread that is started when it is needed.
+// Runs what it is given, one after the other, each in an autorelease pool, on a thread that is
+// started when it is needed.
 class Worker {
  public:
   ~Worker() {
@@ -50,7 +51,7 @@ class Worker {
     for (;;) {
       changed_.wait(lock, [&] { return stop_ || !jobs_.empty(); });
       if (jobs_.empty()) return;
-      {
+      @autoreleasepool {
         std::function<void()> job = std::move(jobs_.front());
         jobs_.pop_front();
         lock.unlock();
@@ -146,33 +147,31 @@ class Call {
     if (raised != nil) finish({"a prediction failed: " + text(raised)});
   }
 
-  // Predicts all tiles as a batch.
+  // Predicts all tiles as a batch, in its worker's autorelease pool.
   void predict_batch() {
-    @autoreleasepool {
-      __block Status status;
-      NSString* raised = mlx_moe_attempt(^{
-        NSMutableArray* rows = [NSMutableArray arrayWithCapacity:tiles_.size()];
-        for (size_t i = 0; i < tiles_.size(); ++i) [rows addObject:features(i)];
-        NSError* error = nil;
-        id<MLBatchProvider> given =
-            [model() predictionsFromBatch:owned([[MLArrayBatchProvider alloc]
-                                              initWithFeatureProviderArray:rows])
-                                  options:owned([[MLPredictionOptions alloc] init])
-                                    error:&error];
-        if (given == nil) {
-          status = failure("a batch failed", error);
-          return;
-        }
-        if (size_t(given.count) != tiles_.size()) {
-          status = {"a batch of " + std::to_string(tiles_.size()) + " gave " +
-                    std::to_string(given.count) + " results"};
-          return;
-        }
-        for (size_t i = 0; i < tiles_.size() && status.ok(); ++i)
-          status = read([given featuresAtIndex:NSInteger(i)], i);
-      });
-      finish(raised == nil ? status : Status{"a batch failed: " + text(raised)});
-    }
+    __block Status status;
+    NSString* raised = mlx_moe_attempt(^{
+      NSMutableArray* rows = [NSMutableArray arrayWithCapacity:tiles_.size()];
+      for (size_t i = 0; i < tiles_.size(); ++i) [rows addObject:features(i)];
+      NSError* error = nil;
+      id<MLBatchProvider> given =
+          [model() predictionsFromBatch:owned([[MLArrayBatchProvider alloc]
+                                            initWithFeatureProviderArray:rows])
+                                options:owned([[MLPredictionOptions alloc] init])
+                                  error:&error];
+      if (given == nil) {
+        status = failure("a batch failed", error);
+        return;
+      }
+      if (size_t(given.count) != tiles_.size()) {
+        status = {"a batch of " + std::to_string(tiles_.size()) + " gave " +
+                  std::to_string(given.count) + " results"};
+        return;
+      }
+      for (size_t i = 0; i < tiles_.size() && status.ok(); ++i)
+        status = read([given featuresAtIndex:NSInteger(i)], i);
+    });
+    finish(raised == nil ? status : Status{"a batch failed: " + text(raised)});
   }
 
   // The first time it is called, which a handler and an exception both might do.
@@ -236,7 +235,11 @@ struct CoreMLExecutor::Impl {
 };
 
 CoreMLExecutor::CoreMLExecutor(bool surfaces) : impl_(std::make_shared<Impl>(surfaces)) {}
-CoreMLExecutor::~CoreMLExecutor() = default;
+CoreMLExecutor::~CoreMLExecutor() {
+  @autoreleasepool {
+    impl_.reset();
+  }
+}
 
 Status CoreMLExecutor::load(const CoreMLProgram& program, size_t& number) {
   @autoreleasepool {

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "programs.h"
+#include "support/error.h"
 
 using namespace mlx_moe;
 using namespace std::chrono_literals;
@@ -152,20 +153,80 @@ TEST_CASE("programs that do not load say which file and why, and leave nothing")
   CHECK(number == 99);
 }
 
-TEST_CASE("a model of its own for each capacity, without functions, loads too") {
+TEST_CASE("a model of its own for each capacity, without functions, as for macOS 14") {
   NothingLeft after;
-  Apple apple;
+  Apple apple([](shim::Model& m) { m.operations = {{"ios17.conv", "ANE"}}; });
   CoreMLProgram single = apple.program;
   for (size_t capacity : kCapacities) {
     single.functions[capacity] = {"/models/" + std::to_string(capacity), ""};
-    shim::install(single.functions[capacity].compiled, "", model(capacity));
+    shim::Model own = model(capacity);
+    own.operations = {{"ios17.conv", "ANE"}, {"ios17.conv", capacity == 64 ? "CPU" : "ANE"}};
+    shim::install(single.functions[capacity].compiled, "", std::move(own));
   }
   size_t number = 99;
   CHECK(apple.executor->load(single, number).message == "");
   CHECK(number == 1);
-  Tile tile(64);
-  CHECK(apple.run(std::vector{tile.request(number)})[0].status.ok());
+  for (size_t capacity : kCapacities)
+    for (size_t count : {1, 3}) {
+      std::vector<Tile> tiles(count, Tile(capacity));
+      std::vector<Request> requests;
+      for (Tile& t : tiles) requests.push_back(t.request(number));
+      for (const Outcome& o : apple.run(requests)) CHECK(o.status.message == "");
+      for (const Tile& t : tiles) CHECK(t.right());
+    }
+  CHECK(shim::seen().batches == 2);
+  for (size_t capacity : kCapacities) {
+    Placement placement;
+    CHECK(coreml_placement(single.functions[capacity], placement).message == "");
+    CHECK(placement.ane.products == (capacity == 64 ? 1 : 2));
+    CHECK(placement.cpu.products == (capacity == 64 ? 1 : 0));
+  }
+  shim::install(single.functions[64].compiled, "", model(32));
+  CHECK(has(apple.executor->load(single, number), "/models/64: input x is [1, 40, 1, 96]"));
+  CHECK(number == 1);
+}
+
+TEST_CASE("a tile of another shape than its program's is refused before Core ML sees it") {
+  NothingLeft after;
+  Apple apple;
+  Tile tile(32);
+  const struct {
+    size_t Dispatch::* changed;
+    size_t value;
+    const char* part;
+  } cases[] = {
+      {&Dispatch::groups, 2, "a tile of [2, 32, 40]"},
+      {&Dispatch::capacity, 96, "a tile of [3, 96, 40]"},
+      {&Dispatch::width, 41, "a tile of [3, 32, 41]"},
+  };
+  for (const auto& [changed, value, part] : cases) {
+    Request request = tile.request(apple.number);
+    request.tile.*changed = value;
+    CHECK_THROWS_WITH_AS(apple.queue->submit(std::vector{request}),
+                         doctest::Contains("its static shape is [3, 32 or 64, 40]"), Error);
+    CHECK_THROWS_WITH_AS(apple.queue->submit(std::vector{request}), doctest::Contains(part), Error);
+  }
+  CHECK_THROWS_WITH_AS(apple.queue->submit(std::vector{tile.request(7)}), "there is no program 7",
+                       Error);
+  CHECK(shim::seen().predictions == 0);
+  CHECK(apple.run(std::vector{tile.request(apple.number)})[0].status.ok());
   CHECK(tile.right());
+}
+
+TEST_CASE("what is under way when the queue goes is finished first") {
+  NothingLeft after;
+  for (size_t count : {1, 3}) {
+    std::vector<Tile> tiles(count, Tile(32));
+    std::shared_ptr<Pending> pending;
+    {
+      Apple apple([](shim::Model& m) { m.duration = 20ms; });
+      std::vector<Request> requests;
+      for (Tile& t : tiles) requests.push_back(t.request(apple.number));
+      pending = apple.queue->submit(requests);
+    }
+    for (const Outcome& o : pending->wait()) CHECK(o.status.ok());
+    for (const Tile& t : tiles) CHECK(t.right());
+  }
 }
 
 TEST_CASE("predictions and batches that fail are outcomes, and the next ones go on") {
