@@ -99,6 +99,7 @@ class StaticLayer:
         groups: with distinct experts; all others are cold.
         experts: in the layer.
         static_from: tokens from which this path is taken; None for never.
+        cold_groups: of the plan, whose programs the executor does not run.
         most: assignments of each expert that may go into tiles, int32 [E]; evaluation lowers
             it to see what smaller capacities would do.
     """
@@ -110,6 +111,7 @@ class StaticLayer:
     static_from: int | None
     overflow: Overflow = "spill"
     importance: Importance = "router"
+    cold_groups: int = 0
     hot: NDArray[np.bool_] = field(init=False, repr=False)
     most: Ints = field(init=False, repr=False)
 

@@ -168,13 +168,18 @@ def load_programs(
     programs = open_programs(backend, manifest, ids)
     static: dict[str, StaticLayer] = {}
     for part in parts:
-        groups = [load_group(programs, part.layer, g) for g in merged(part.groups)]
-        here = [group for group in groups if group is not None]
-        if here:
-            start = part.layer.static_from
-            static[part.name] = StaticLayer(
-                part.name, programs.executor, here, part.experts, start, overflow, importance
-            )
+        planned = [load_group(programs, part.layer, g) for g in merged(part.groups)]
+        groups = [group for group in planned if group is not None]
+        static[part.name] = StaticLayer(
+            part.name,
+            programs.executor,
+            groups,
+            part.experts,
+            part.layer.static_from,
+            overflow,
+            importance,
+            len(planned) - len(groups),
+        )
     return static, programs
 
 

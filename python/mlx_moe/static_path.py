@@ -87,5 +87,6 @@ class StaticPath:
         """Of a copied model: the programs are shared, the weights are watched from now on."""
         other = StaticPath.__new__(StaticPath)
         other.layer, other._watched, other.ops = self.layer, None, self.ops
-        other.counters = StaticCounters(self.counters.name, set())
+        cold_groups = self.counters.counts["cold_groups"]
+        other.counters = StaticCounters(self.counters.name, set(), cold_groups)
         return other

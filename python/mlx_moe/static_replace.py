@@ -44,7 +44,13 @@ class Prepared:
                 row.residency = self._residency(row)
             if (path := self.paths.get(row.name)) is not None:
                 row._layer.static, row._layer.counters.static = path, path.counters
-                row.backend = str(self.opened.backend)
+                row.backend = self._backend(row, path)
+
+    def _backend(self, row: ReplacedLayer, path: StaticPath) -> str:
+        """What computes the layer: its programs, or where none came up, the cold path."""
+        if path.layer is not None and path.layer.groups:
+            return str(self.opened.backend)
+        return "cpu" if row.kind == "experts" and not path.ops else "stock"
 
     def _residency(self, row: ReplacedLayer) -> str:
         if self.opened.plan.executor == "static":
@@ -129,7 +135,8 @@ def pack(opened: Opened, module: Any, row: ReplacedLayer) -> PackedCopies | None
 
 
 def path_of(static: StaticLayer, linears: list[Linear], logged: set[str], ops: bool) -> StaticPath:
-    return StaticPath(static, StaticCounters(static.name, logged), weight_arrays(linears), ops)
+    counters = StaticCounters(static.name, logged, static.cold_groups)
+    return StaticPath(static, counters, weight_arrays(linears), ops)
 
 
 def check_scores(static: StaticLayer, row: ReplacedLayer) -> None:

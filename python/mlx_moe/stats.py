@@ -95,19 +95,21 @@ class StaticCounters:
         recomputed_tiles: not finite in float16. failed_tiles: the executor failed.
         stale: forwards whose weights are no longer those that were compiled.
         without_scores: forwards that should prune by scores and did not see any.
+        cold_groups: of the plan, whose programs the executor does not run; of no forward.
         seconds: by stage, each of STAGES.
     """
 
     COUNTS = (
         *("forwards", "hot", "cold", "spilled", "pruned", "padding", "dispatches", "waits"),
         *("extra_tiles", "recomputed_tiles", "failed_tiles", "stale", "without_scores"),
+        "cold_groups",
     )
 
-    def __init__(self, name: str, logged: set[str]):
+    def __init__(self, name: str, logged: set[str], cold_groups: int = 0):
         self.name = name
         self._logged = logged
         self._lock = threading.Lock()
-        self.counts = dict.fromkeys(self.COUNTS, 0)
+        self.counts = {**dict.fromkeys(self.COUNTS, 0), "cold_groups": cold_groups}
         self.seconds = dict.fromkeys(STAGES, 0.0)
 
     def add(self, **counts: int) -> None:

@@ -13,6 +13,10 @@ from ..stats import Counters
 from ..store_report import StoreReport
 from ..tables import table
 
+UNUSUAL = (
+    *("extra_tiles", "recomputed_tiles", "failed_tiles", "stale", "without_scores"),
+    "cold_groups",
+)
 COUNTS = ("tokens", "calls", "kernel calls", "small", "fallbacks")
 Cell = str | int | None
 
@@ -121,15 +125,13 @@ def static_summary(ran: Iterable[Record]) -> str | None:
         return None
     total = {key: sum(s[key] for s in static) for key in static[0] if key != "seconds"}
     if not total["forwards"]:
+        if cold := total["cold_groups"]:
+            return f"static path: not taken, {cold} groups of the plan are computed cold"
         return "static path: not taken, every forward had fewer tokens than the plan starts at"
     hot, waits = total["hot"], total["waits"]
     routed = sum(total[key] for key in ("hot", "cold", "spilled", "pruned"))
     others = ", ".join(f"{total[key]} {key}" for key in ("cold", "spilled", "pruned"))
-    unusual = "".join(
-        f", {total[key]} {key.replace('_', ' ')}"
-        for key in ("extra_tiles", "recomputed_tiles", "failed_tiles", "stale", "without_scores")
-        if total[key]
-    )
+    unusual = "".join(f", {total[key]} {key.replace('_', ' ')}" for key in UNUSUAL if total[key])
     seconds = {stage: sum(s["seconds"][stage] for s in static) for stage in static[0]["seconds"]}
     times = ", ".join(f"{stage} {1e3 * t:.1f}" for stage, t in seconds.items())
     return (
