@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm
 import numpy as np
 import pytest
 from mlx_lm.models.activations import SwigluOAI
@@ -120,8 +121,10 @@ def test_other_layers(tmp_path, layer: Callable[[], Any], caller) -> None:
 @pytest.mark.parametrize("caller", [Block, FamilyBlock])
 @pytest.mark.parametrize("tokens", [2, 40])
 def test_all_cold_is_stocks_own_call(tmp_path, caller, weights: str, tokens: int) -> None:
+    dtype = mx.float32 if weights == "float32" else mx.bfloat16  # whose sums show their order
     model = block(glu(), weights, caller)
-    x, _, scores = inputs(tokens)
+    model.set_dtype(dtype)
+    x, _, scores = inputs(tokens, dtype)
     ids = mx.array([[[2, 7], [4, 2]] * (tokens // 2)])  # SOME leaves 2, 4 and 7 cold
     stock = copied(model, glu(), weights, caller)
     replacement = hot(model, tmp_path)
@@ -269,3 +272,23 @@ def test_what_watches_a_layer_sees_it_and_its_scores(tmp_path) -> None:
     assert mx.array_equal(model(x, ids, scores), stock(x, ids, scores))
     assert len(seen) == 1 and seen[0].shape == (1, 5, 2, 1)
     assert only(replacement)["kernel_calls"] == 0
+
+
+def test_a_whole_model(tiny_model_path, tmp_path) -> None:
+    model, _ = mlx_lm.load(str(tiny_model_path))
+    model.set_dtype(mx.float32)
+    prompt = mx.random.randint(0, 500, (1, 24))
+    stock = model(prompt)
+    few = model(prompt[:, :4])
+    mx.eval(stock, few)
+    members = [range(at, at + 8) for at in (0, 8, 16)]  # 24 of 32 experts
+    groups = {
+        f"model.layers.{i}.mlp.switch_mlp": groups_of(f"l{i}", members, (64, 32, 64), 64)
+        for i in range(6)
+    }
+    replacement = host(model, plan_of(model, groups, static_from=8), tmp_path)
+    assert mx.array_equal(model(prompt[:, :4]), few)
+    assert error(model(prompt), float64(stock)) < HALF
+    for counts in replacement.stats().values():
+        assert (counts["calls"], counts["static"]["forwards"], counts["kernel_calls"]) == (2, 1, 0)
+        assert counts["static"]["hot"] > counts["static"]["cold"] > 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +20,19 @@ from static_layer import ALL, HALF, static, weighted
 from static_models import groups_of, plan_of, write_artifacts
 from switch_reference import HIDDEN, block, error, float64, glu, inputs, only
 
-from mlx_moe import InvalidArgument, cold_ops, core, coreml_load, replace_moe_layers
+from mlx_moe import (
+    InvalidArgument,
+    cold_ops,
+    core,
+    coreml_load,
+    replace_moe_layers,
+    tune_profile,
+)
 from mlx_moe.coreml_load import CoreMLPrograms
 from mlx_moe.coreml_trial import Trials
+from mlx_moe.devices import load_device
 from mlx_moe.manifest import Manifest
+from mlx_moe.measured import Measurements, Sample
 from mlx_moe.static_programs import load_program
 
 ON = {"ane": [9, 6], "gpu": [0, 0], "cpu": [1, 0], "other": [0, 0]}
@@ -169,6 +179,20 @@ def test_on_a_gpu_all_else_is_mlxs(tmp_path, core_ml: dict[str, str], monkeypatc
     replacement = replaced(model, tmp_path)
     assert error(model(x, ids, scores), want) < HALF
     assert static(replacement)["cold"] > 0 == only(replacement)["kernel_calls"]
+
+
+def test_a_plan_by_other_numbers_than_were_measured_here_is_said(
+    tmp_path, core_ml: dict[str, str], caplog, monkeypatch
+) -> None:
+    device = load_device("m2-max")
+    samples = tuple(Sample(path, 64, 128, 1, 32, 1e-3) for path in ("static", "cold"))
+    tuned = replace(device, name="m2-tuned", measurements=Measurements("2026-01-31", 1.0, samples))
+    monkeypatch.setattr(tune_profile, "load", lambda: tuned)
+    replaced(block(glu()), tmp_path)
+    assert "the numbers of m2-max, and this machine was tuned (m2-tuned): plan again" in caplog.text
+    assert tune_profile.better_than(tuned) is None
+    monkeypatch.setattr(tune_profile, "load", lambda: replace(device, name="no samples"))
+    assert tune_profile.better_than(device) is None
 
 
 @pytest.mark.skipif(not core.coreml_missing(), reason="Core ML is here")

@@ -11,6 +11,7 @@ import pytest
 from commands import call, generated_text
 from static_models import groups_of, plan_of, write_artifacts
 
+from mlx_moe import core
 from mlx_moe.identity import identity_of_model
 
 PROMPT = "In the beginning God created the heaven and the earth. " * 4
@@ -80,6 +81,11 @@ def test_a_plan_without_its_executor_is_said(tiny_model_path, planned) -> None:
     [
         (("--backend", "host"), "give --plan, --artifacts"),
         (("--plan", "none.json", "--backend", "host"), "there is no plan none.json"),
+        pytest.param(
+            ("--plan", "none.json", "--backend", "coreml"),
+            "backend='coreml': there is no Core ML here",
+            marks=pytest.mark.skipif(not core.coreml_missing(), reason="Core ML is here"),
+        ),
         (("--artifacts", "none"), "artifacts go with the plan"),
     ],
 )

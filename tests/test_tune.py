@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from plan_data import facts, skewed
+from plan_data import calibration, facts, skewed, zipf
 
 from mlx_moe import core, cost, tune_profile
 from mlx_moe.cli import main
@@ -203,6 +203,19 @@ def test_a_static_path_that_measures_slower_is_not_used(
         )
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_each_layer_goes_by_what_its_own_size_measured() -> None:
+    device, large = load_device("m4-pro"), 8 * F
+    slow, quick = curves(1e10, 2e12, 1.0).samples, curves(1e13, 2e12, 1.0).samples
+    own = tuple(replace(s, inner=large, seconds=8 * s.seconds) for s in quick)
+    both = Measurements("2026-01-31", 1.0, slow + own)
+    layers = [facts(0), facts(1, inner=large)]
+    loads = [zipf(layer.experts, layer.top_k, 512, 8, 1.0, 0) for layer in layers]
+    plan = make_plan(calibration(loads, layers, 512), measured(device, both), memory=LARGE)
+    small, big = plan.layers
+    assert not small.groups and "as measured" in small.reason
+    assert big.groups and big.reason is None
 
 
 def test_forcing_does_not_ask() -> None:

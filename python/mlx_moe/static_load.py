@@ -9,7 +9,7 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 
-from . import hub
+from . import hub, tune_profile
 from .activations import recognise
 from .errors import CorruptArtifact, InvalidArgument
 from .facts import layer_facts
@@ -122,6 +122,14 @@ def open_plan(
     opened.note = opened.programs.summary()
     if opened.note:
         logger.info("%s", opened.note)
+    if backend == "coreml" and (tuned := tune_profile.better_than(loaded.device)):
+        logger.warning(
+            "%s was made with the numbers of %s, and this machine was tuned (%s): plan again, so "
+            "that no layer takes a static path that measured slower",
+            what,
+            loaded.device.name,
+            tuned.name,
+        )
     return opened
 
 

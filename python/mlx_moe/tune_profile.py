@@ -26,3 +26,12 @@ def load() -> Device | None:
     """This machine's profile, None if there is none; CorruptFile if it is no profile."""
     path = profile_path()
     return read_device(path) if path is not None and path.is_file() else None
+
+
+def better_than(device: Device) -> Device | None:
+    """This machine's profile where it measured both paths and a plan's `device` is another."""
+    try:
+        tuned = load()
+    except MoEError:
+        return None  # `plan` and `tune` say what is wrong with it
+    return tuned if tuned and tuned != device and tuned.by_measurement() is not None else None
