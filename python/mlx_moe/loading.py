@@ -113,7 +113,9 @@ def trust_option(load: Callable[..., Any], trusted: bool) -> dict[str, Any]:
     return {"trust_remote_code": trusted} if known else {}
 
 
-def load_stock(name: str, trusted: bool) -> tuple[Any, Any, dict[str, Any], Path]:
+def load_stock(
+    name: str, trusted: bool, lazy: bool = False
+) -> tuple[Any, Any, dict[str, Any], Path]:
     """Model, tokenizer and config as stock mlx-lm loads them, and the directory they came from."""
     with missing_model_is_an_error(name):
         directory = Path(mlx_lm.utils._download(name))
@@ -121,6 +123,7 @@ def load_stock(name: str, trusted: bool) -> tuple[Any, Any, dict[str, Any], Path
             name,
             tokenizer_config={"trust_remote_code": trusted},
             return_config=True,
+            lazy=lazy,
             **trust_option(mlx_lm.utils.load, trusted),
         )
     return *loaded, directory

@@ -13,7 +13,6 @@ from .. import hub
 from ..calibration import Calibration
 from ..calibration_run import CHUNK, DOCUMENT, SAVE_EVERY, calibrate
 from ..calibration_state import state_path
-from ..loading import load_stock, replace_layers
 from ..replace import resolve_backend
 from ..skew import cold, gini, top_share
 from ..tables import table
@@ -28,6 +27,7 @@ from .common import (
     say,
     write_json,
 )
+from .streaming import add_memory_options, load_replaced
 
 HEADER = (
     "layer",
@@ -89,6 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_json_option(parser)
     add_trust_option(parser)
     add_backend_option(parser)
+    add_memory_options(parser)
     return parser
 
 
@@ -98,8 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     check_targets(output=None if hub.is_uri(args.output) else args.output, json=args.json)
     resolve_backend(args.backend)
     text_files(args.data)  # says what is missing before a model is loaded
-    model, tokenizer, _, directory = load_stock(args.model, args.trust_remote_code)
-    replace_layers(model, args.backend)
+    model, tokenizer, directory = load_replaced(args)
     corpus = TextFiles(args.data, tokenizer, args.max_document, args.ignore_chat_template)
     with hub.output(args.output, args.upload) as out, saying_what_is_kept(out):
         calibration = calibrate(

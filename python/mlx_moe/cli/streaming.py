@@ -3,10 +3,12 @@
 import argparse
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidArgument
 from ..expert_memory import ExpertMemory
+from ..loading import load_stock, replace_layers
 
 # Stock commands that only run the model; the others train, convert or save its weights.
 COMMANDS = ("generate", "chat", "server", "benchmark", "cache_prompt", "perplexity", "evaluate")
@@ -48,6 +50,18 @@ def memory_arguments(args: argparse.Namespace) -> dict[str, Any]:
             raise InvalidArgument("--expert-policy goes with --expert-memory")
         return {}
     return {"expert_memory": ExpertMemory(args.expert_memory, args.expert_policy or "auto")}
+
+
+def load_replaced(args: argparse.Namespace) -> tuple[Any, Any, Path]:
+    """The model of a command of ours, replaced as its options say, its tokenizer and directory."""
+    memory = memory_arguments(args)
+    loaded = load_stock(args.model, args.trust_remote_code, lazy=bool(memory))
+    model, tokenizer, _, directory = loaded
+    files = {"checkpoint": directory} if memory else {}
+    replaced = replace_layers(model, args.backend, memory | files)
+    if memory:
+        replaced.read()
+    return model, tokenizer, directory
 
 
 def stock_arguments(command: str, arguments: Sequence[str]) -> list[str]:

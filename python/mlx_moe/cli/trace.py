@@ -8,7 +8,6 @@ from typing import Any
 
 from ..cache_trace import Trace
 from ..errors import BadData
-from ..loading import load_stock, replace_layers
 from ..replace import resolve_backend
 from ..tables import table
 from ..text import TextFiles, text_files
@@ -23,6 +22,7 @@ from .common import (
     say,
     write_json,
 )
+from .streaming import add_memory_options, load_replaced
 
 PROMPT, TOKENS = 128, 128
 
@@ -61,6 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_trust_option(parser)
     add_json_option(parser)
     add_backend_option(parser)
+    add_memory_options(parser)
     return parser
 
 
@@ -71,8 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     resolve_backend(args.backend)
     if args.data is not None:
         text_files(args.data)  # says what is missing before a model is loaded
-    model, tokenizer, _, directory = load_stock(args.model, args.trust_remote_code)
-    replace_layers(model, args.backend)
+    model, tokenizer, directory = load_replaced(args)
     trace = record(
         model,
         tokenizer,
