@@ -11,20 +11,21 @@ using namespace nb::literals;
 namespace mlx_moe {
 namespace {
 
-// assignment, dispatch, bandwidth, memory, link, load; count, bytes, row_bytes, shards.
-using UnitNumbers = std::tuple<double, double, double, double, double, double>;
-using ExpertNumbers = std::tuple<size_t, double, double, uint32_t>;
+// assignment, dispatch, bandwidth, memory, link, load, holds_all; count, bytes, row_bytes, shards,
+// allowed.
+using UnitNumbers = std::tuple<double, double, double, double, double, double, bool>;
+using ExpertNumbers = std::tuple<size_t, double, double, uint32_t, std::vector<uint8_t>>;
 
 std::vector<Unit> units_of(const std::vector<UnitNumbers>& numbers) {
   std::vector<Unit> units;
-  for (const auto& [assignment, dispatch, bandwidth, memory, link, load] : numbers)
-    units.push_back({assignment, dispatch, bandwidth, memory, link, load});
+  for (const auto& [assignment, dispatch, bandwidth, memory, link, load, holds_all] : numbers)
+    units.push_back({assignment, dispatch, bandwidth, memory, link, load, holds_all});
   return units;
 }
 
 Experts experts_of(const ExpertNumbers& numbers) {
-  const auto& [count, bytes, row_bytes, shards] = numbers;
-  return {count, bytes, row_bytes, shards};
+  const auto& [count, bytes, row_bytes, shards, allowed] = numbers;
+  return {count, bytes, row_bytes, shards, allowed};
 }
 
 std::span<const double> histogram_of(const Array& a, const char* what = "histogram") {
@@ -50,12 +51,12 @@ nb::object array_of(const Placement& p) {
 }
 
 nb::object py_place(const Array& histogram, const std::vector<UnitNumbers>& units,
-                    const ExpertNumbers& experts, double split_gain, double noise,
-                    double counting) {
+                    const ExpertNumbers& experts, double split_gain, double noise, double counting,
+                    bool serial) {
   require(split_gain >= 0 && noise >= 0 && counting >= 0,
           "split_gain, noise and counting are at least 0");
   return array_of(place(experts_of(experts), units_of(units), histogram_of(histogram),
-                        {split_gain, noise, counting}));
+                        {split_gain, noise, counting, serial, 0}));
 }
 
 std::vector<double> py_unit_seconds(const Array& histogram, const std::vector<UnitNumbers>& units,
@@ -93,9 +94,10 @@ class PyScheduler {
  public:
   PyScheduler(const ExpertNumbers& experts, const std::vector<UnitNumbers>& units, double shift,
               double noise, double hysteresis, double horizon, double minimum, double split_gain,
-              double spread)
-      : scheduler_(experts_of(experts), units_of(units),
-                   {shift, noise, hysteresis, horizon, minimum, {split_gain, spread, 1}}) {}
+              double spread, bool serial)
+      : scheduler_(
+            experts_of(experts), units_of(units),
+            {shift, noise, hysteresis, horizon, minimum, {split_gain, spread, 1, serial, 0}}) {}
 
   void plan(const Array& histogram, double counted) {
     scheduler_.plan(histogram_of(histogram), counted);
@@ -130,10 +132,11 @@ class PyScheduler {
 
 void bind_schedule(nb::module_& m) {
   m.def("schedule_place", &py_place, "histogram"_a, "units"_a, "experts"_a, nb::kw_only(),
-        "split_gain"_a = 0.001, "noise"_a = 0.0, "counting"_a = 1.0,
+        "split_gain"_a = 0.001, "noise"_a = 0.0, "counting"_a = 1.0, "serial"_a = false,
         "uint32 [E, U]: shards of each expert on each unit (see mlx_moe.schedule.place).\n\n"
-        "histogram float64 [E]; units (assignment, dispatch, bandwidth, memory, link, load) each;\n"
-        "experts (count, bytes, row_bytes, shards). Raises InvalidArgument.");
+        "histogram float64 [E]; units (assignment, dispatch, bandwidth, memory, link, load, "
+        "holds_all);\n"
+        "experts (count, bytes, row_bytes, shards, allowed). Raises InvalidArgument.");
   m.def("schedule_seconds", &py_unit_seconds, "histogram"_a, "units"_a, "experts"_a, "parts"_a,
         "Seconds that each unit takes for a histogram. Raises InvalidArgument.");
   m.def("total_variation", &variation, "a"_a, "b"_a, "expected"_a = false,
@@ -141,9 +144,9 @@ void bind_schedule(nb::module_& m) {
         "would be on average if both were drawn from the same shares.");
   nb::class_<PyScheduler>(m, "LayerScheduler", "See mlx_moe.schedule.Scheduler.")
       .def(nb::init<const ExpertNumbers&, const std::vector<UnitNumbers>&, double, double, double,
-                    double, double, double, double>(),
+                    double, double, double, double, bool>(),
            "experts"_a, "units"_a, nb::kw_only(), "shift"_a, "noise"_a, "hysteresis"_a, "horizon"_a,
-           "minimum"_a, "split_gain"_a, "spread"_a)
+           "minimum"_a, "split_gain"_a, "spread"_a, "serial"_a)
       .def("plan", &PyScheduler::plan, "histogram"_a, "counted"_a, "Place the experts anew.")
       .def("adopt", &PyScheduler::adopt, "parts"_a, "histogram"_a, "counted"_a,
            "Keep to a placement that was made for this histogram.")

@@ -137,6 +137,56 @@ def test_faster_units_get_more() -> None:
     assert found.shares.sum(axis=0).tolist() == [300, 100]
 
 
+@pytest.mark.parametrize("count", [5, 80])
+def test_experts_stay_where_they_are_allowed(count: int) -> None:
+    """Also where the others, and faster units, pull at them."""
+    random = np.random.default_rng(0)
+    allowed = random.random((count, 3)) < 0.5
+    allowed[:, 2] |= ~allowed.any(axis=1)
+    units = [Unit("a", 1e-6), Unit("b", 2e-6), Unit("c", 4e-6)]
+    experts = Experts(count, shards=4, allowed=allowed.tolist())
+    scheduler = Scheduler(units, experts)
+    for _ in range(5):
+        loads = random.multinomial(4000, random.dirichlet(np.ones(count)))
+        found = schedule.place(loads, units, experts, noise=1)
+        scheduler.observe(loads)
+        for placement in (found, scheduler.placement):
+            assert not (placement.parts * ~allowed).any()
+    with pytest.raises(InvalidArgument, match="where it is not allowed"):
+        scheduler.adopt(Placement((~allowed * 4).astype(np.uint32)[:, [0, 1, 2]], 4), loads)
+
+
+@given(seed=st.integers(0, 10_000), room=st.integers(0, 6))
+def test_units_that_take_turns_are_the_best_of_all(seed: int, room: int) -> None:
+    random = np.random.default_rng(seed)
+    loads = random.integers(0, 50, 6)
+    units = [
+        Unit("packed", 1e-6, dispatch=20e-6, memory=room),
+        Unit("in place", 3e-6, dispatch=5e-6, holds_all=True),
+    ]
+    experts = Experts(6, nbytes=1)
+    found = schedule.place(loads, units, experts, serial=True)
+    total = [
+        schedule.unit_seconds(loads, units, experts, Placement(np.eye(2, dtype=np.uint32)[way], 1))
+        for way in map(list, product((0, 1), repeat=6))
+        if way.count(0) <= room
+    ]
+    assert schedule.unit_seconds(loads, units, experts, found).sum() == pytest.approx(
+        min(seconds.sum() for seconds in total)
+    )
+
+
+def test_what_moves_must_pay_for_itself() -> None:
+    """Of two experts that changed, the one whose copy pays over the horizon gets one."""
+    units = [Unit("packed", 1e-6, memory=2, load=1e4), Unit("in place", 3e-6, holds_all=True)]
+    scheduler = Scheduler(units, Experts(4, nbytes=1), serial=True, horizon=1, minimum=1)
+    scheduler.plan([100, 90, 10, 10])
+    assert scheduler.placement.owner.tolist() == [0, 0, 1, 1]
+    replan = scheduler.observe([0, 10, 30, 300])
+    assert scheduler.placement.owner.tolist() == [1, 0, 1, 0]
+    assert replan.bytes_moved == 1
+
+
 def test_variation_of_samples_is_as_expected() -> None:
     random = np.random.default_rng(2)
     shares = random.dirichlet(np.ones(32))

@@ -1,6 +1,7 @@
 #include "schedule/improve.h"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 
 namespace mlx_moe {
@@ -9,6 +10,7 @@ namespace {
 
 constexpr double kNear = 1e-3;  // of the bound: not worth looking further
 constexpr size_t kSteps = 64;
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // A change that relieves unit `a`: whole experts move to b, or trade places with one there.
 struct Step {
@@ -24,13 +26,19 @@ void look_at_moves(const Packing& p, size_t a, size_t b, Step& best) {
   if (p.room(b) < p.shards()) return;
   auto relieved = [&](uint32_t e) { return p.seconds(a) - p.cost(e, a, p.shards()); };
   auto burdened = [&](uint32_t e) { return p.seconds(b) + p.cost(e, b, p.shards()); };
+  auto look = [&](uint32_t e) {
+    const double after = std::max(relieved(e), burdened(e));
+    if (after < best.seconds) best = {after, e, b, -1};
+  };
+  if (p.restricted()) {
+    for (uint32_t e : ours)
+      if (p.may(e, b)) look(e);
+    return;
+  }
   const auto meet = std::partition_point(ours.begin(), ours.end(),
                                          [&](uint32_t e) { return burdened(e) > relieved(e); });
   for (auto it : {meet, meet == ours.begin() ? meet : meet - 1})
-    if (it != ours.end()) {
-      const double after = std::max(relieved(*it), burdened(*it));
-      if (after < best.seconds) best = {after, *it, b, -1};
-    }
+    if (it != ours.end()) look(*it);
 }
 
 // Costs are linear in the load, so that for each expert of `a` the partner is known by its load:
@@ -47,6 +55,7 @@ void look_at_swaps(const Packing& p, size_t a, size_t b, Step& best) {
     while (at + 1 < theirs.size() && p.load(theirs[at]) > p.load(i) - wanted) ++at;
     for (size_t k : {at ? at - 1 : at, at}) {
       const uint32_t j = theirs[k];
+      if (!p.may(i, b) || !p.may(j, a)) continue;
       const double less = p.load(i) - p.load(j);
       const bool linear = p.load(j) >= 1;  // below, there is less to dispatch as well
       if (linear && p.seconds(a) - less * p.slope(a) >= best.seconds) continue;
@@ -69,8 +78,9 @@ double lower_bound(const Packing& p) {
   const double all = std::accumulate(weights.begin(), weights.end(), 0.0);
   double mean = 0, longest = 0;
   for (size_t e = 0; e < p.experts(); ++e) {
-    double least = p.cost(e, 0, p.shards()), least_weighted = least * weights[0];
-    for (size_t u = 1; u < p.units(); ++u) {
+    double least = kInfinity, least_weighted = kInfinity;
+    for (size_t u = 0; u < p.units(); ++u) {
+      if (!p.may(e, u)) continue;
       const double cost = p.cost(e, u, p.shards());
       least = std::min(least, cost);
       least_weighted = std::min(least_weighted, cost * weights[u]);
@@ -121,8 +131,10 @@ void look_ahead(Packing& p, double bound, size_t trials) {
       if (b == a) continue;
       const std::vector<uint32_t> theirs = p.whole(b);
       for (uint32_t i : ours) {
+        if (!p.may(i, b)) continue;
         if (p.room(b) >= p.shards()) attempt([&](Packing& t) { t.move(i, a, b, p.shards()); });
-        for (uint32_t j : theirs) attempt([&](Packing& t) { t.swap(i, a, j, b); });
+        for (uint32_t j : theirs)
+          if (p.may(j, a)) attempt([&](Packing& t) { t.swap(i, a, j, b); });
       }
     }
   }

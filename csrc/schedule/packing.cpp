@@ -4,10 +4,12 @@
 
 namespace mlx_moe {
 
-Packing::Packing(const Experts& experts, std::span<const Unit> units, std::span<const double> loads)
-    : experts_(experts),
+Packing::Packing(const Experts& experts, std::span<const Unit> units, std::span<const double> loads,
+                 std::span<const uint8_t> allowed)
+    : shards_(experts.shards),
       shard_(1.0 / experts.shards),
       loads_(loads),
+      allowed_(allowed),
       parts_(loads.size() * units.size()),
       seconds_(units.size()),
       room_(units.size()),

@@ -11,14 +11,20 @@ namespace mlx_moe {
 // Experts on units while a placement is sought. Experts are numbered by rank: loads never rise.
 class Packing {
  public:
-  Packing(const Experts& experts, std::span<const Unit> units, std::span<const double> loads);
+  // allowed: [experts * units] by rank, or empty.
+  Packing(const Experts& experts, std::span<const Unit> units, std::span<const double> loads,
+          std::span<const uint8_t> allowed);
 
   size_t units() const { return rates_.size(); }
   size_t experts() const { return loads_.size(); }
-  uint32_t shards() const { return experts_.shards; }
+  uint32_t shards() const { return shards_; }
   double load(size_t expert) const { return loads_[expert]; }
   double seconds(size_t unit) const { return seconds_[unit]; }
   uint32_t parts(size_t expert, size_t unit) const { return parts_[expert * units() + unit]; }
+  bool restricted() const { return !allowed_.empty(); }
+  bool may(size_t expert, size_t unit) const {
+    return allowed_.empty() || allowed_[expert * units() + unit];
+  }
   uint64_t room(size_t unit) const { return room_[unit]; }  // in shards
   // The experts that a unit has whole, by rank.
   const std::vector<uint32_t>& whole(size_t unit) const { return whole_[unit]; }
@@ -62,10 +68,11 @@ class Packing {
     double dispatch, weights, row, work;  // seconds: of a piece, times its share, of a row, ditto
   };
 
-  Experts experts_;
+  uint32_t shards_;
   std::vector<Rates> rates_;
   double shard_;  // share of an expert
   std::span<const double> loads_;
+  std::span<const uint8_t> allowed_;
   std::vector<uint32_t> parts_;
   std::vector<double> seconds_;
   std::vector<uint64_t> room_;

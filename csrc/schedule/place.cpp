@@ -1,6 +1,8 @@
 #include "schedule/place.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 
 #include "schedule/improve.h"
 #include "schedule/packing.h"
@@ -13,6 +15,7 @@ namespace {
 
 constexpr size_t kTrials = 2048, kFew = 64;
 constexpr double kFar = 0.01;  // of the bound: worth another start
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // Experts by falling load, the first of equals first.
 std::vector<uint32_t> by_load(std::span<const double> histogram) {
@@ -30,7 +33,7 @@ void put(Packing& p, size_t expert) {
   size_t best = p.units();
   double least = 0;
   for (size_t u = 0; u < p.units(); ++u)
-    if (p.room(u) >= p.shards()) {
+    if (p.room(u) >= p.shards() && p.may(expert, u)) {
       const double after = p.seconds(u) + p.cost(expert, u, p.shards());
       if (best == p.units() || after < least) best = u, least = after;
     }
@@ -40,57 +43,112 @@ void put(Packing& p, size_t expert) {
     spread_expert(p, expert);
 }
 
-// The first `shared` experts over all units, the others longest first.
-Packing pack(const Experts& experts, std::span<const Unit> units, std::span<const double> loads,
-             size_t shared) {
-  Packing p(experts, units, loads);
-  for (size_t e = 0; e < shared; ++e) spread_expert(p, e);
-  for (size_t e = shared; e < loads.size(); ++e) put(p, e);
-  return p;
-}
-
-// Few experts are the hard case, and cheap enough to look further, and from elsewhere too.
-void improve_whole(Packing& p, double bound, const Experts& experts, std::span<const Unit> units,
-                   std::span<const double> loads) {
-  if (experts.count > kFew) return improve(p, bound);
-  look_ahead(p, bound, kTrials / experts.count);
-  if (p.makespan() <= bound * (1 + kFar)) return;
-  Packing other(experts, units, loads);
-  for (size_t e = experts.count; e-- > 0;) put(other, e);  // shortest first
-  look_ahead(other, bound, kTrials / experts.count);
-  if (other.makespan() < p.makespan()) p = std::move(other);
-}
-
-void check_room(const Experts& experts, std::span<const Unit> units) {
-  const Packing empty(experts, units, {});
-  uint64_t room = 0;
-  for (size_t u = 0; u < units.size(); ++u) room += empty.room(u);
-  require(room >= uint64_t(experts.count) * experts.shards, experts.count, " experts of ",
-          experts.bytes, " bytes do not fit: the units hold ", double(room) / experts.shards);
-}
-
+// A problem with its experts by falling load.
 struct Sorted {
+  const Experts& experts;
+  std::span<const Unit> units;
   std::vector<uint32_t> order;
   std::vector<double> loads;
+  std::vector<uint8_t> allowed;
 
-  explicit Sorted(std::span<const double> histogram)
-      : order(by_load(histogram)), loads(histogram.size()) {
-    for (size_t i = 0; i < order.size(); ++i) loads[i] = histogram[order[i]];
+  Sorted(const Experts& e, std::span<const Unit> u, std::span<const double> histogram)
+      : experts(e), units(u), order(by_load(histogram)), allowed(e.allowed.size()) {
+    for (uint32_t expert : order) loads.push_back(histogram[expert]);
+    for (size_t i = 0; i < allowed.size(); ++i)
+      allowed[i] = e.allowed[order[i / u.size()] * u.size() + i % u.size()];
   }
+  Packing empty() const { return Packing(experts, units, loads, allowed); }
   Placement placement(const Packing& p) const {
     Placement found{p.units(), std::vector<uint32_t>(order.size() * p.units())};
     for (size_t i = 0; i < order.size(); ++i)
       for (size_t u = 0; u < p.units(); ++u) found.parts[order[i] * p.units() + u] = p.parts(i, u);
     return found;
   }
-  Packing packing(const Experts& e, std::span<const Unit> units, const Placement& from) const {
-    Packing p(e, units, loads);
+  Packing packing(const Placement& from) const {
+    Packing p = empty();
     for (size_t i = 0; i < order.size(); ++i)
       for (size_t u = 0; u < units.size(); ++u)
         p.set(i, u, from.parts[order[i] * units.size() + u]);
     return p;
   }
 };
+
+// Those that cannot be everywhere take their place first.
+bool is_bound(const Packing& p, size_t expert) {
+  for (size_t u = 0; u < p.units(); ++u)
+    if (!p.may(expert, u)) return true;
+  return false;
+}
+
+void put_bound(Packing& p) {
+  for (size_t e = 0; p.restricted() && e < p.experts(); ++e)
+    if (is_bound(p, e)) put(p, e);
+}
+
+// The first `shared` experts over all units, the others longest first.
+Packing pack(const Sorted& problem, size_t shared) {
+  Packing p = problem.empty();
+  put_bound(p);
+  for (size_t e = 0; e < p.experts(); ++e)
+    if (!p.restricted() || !is_bound(p, e)) e < shared ? spread_expert(p, e) : put(p, e);
+  return p;
+}
+
+// Few experts are the hard case, and cheap enough to look further, and from elsewhere too.
+void improve_whole(Packing& p, double bound, const Sorted& problem) {
+  const size_t count = p.experts();
+  if (count > kFew) return improve(p, bound);
+  look_ahead(p, bound, kTrials / count);
+  if (p.makespan() <= bound * (1 + kFar)) return;
+  Packing other = problem.empty();
+  put_bound(other);
+  for (size_t e = count; e-- > 0;)  // shortest first
+    if (!other.restricted() || !is_bound(other, e)) put(other, e);
+  look_ahead(other, bound, kTrials / count);
+  if (other.makespan() < p.makespan()) p = std::move(other);
+}
+
+// Where units take turns, each expert is best off on the unit that is fastest with it; those with
+// most to lose choose first where room is short.
+Packing pack_serial(const Sorted& problem, const Placement* from, double horizon) {
+  Packing p = problem.empty();
+  const size_t n = p.units();
+  auto cost = [&](size_t e, size_t u) {
+    const bool there = !from || from->parts[problem.order[e] * n + u] == p.shards();
+    const Unit& unit = problem.units[u];
+    const double moving =
+        there || unit.holds_all || horizon <= 0 ? 0 : problem.experts.bytes / unit.load / horizon;
+    return p.cost(e, u, p.shards()) + moving;
+  };
+  std::vector<std::pair<double, size_t>> losses;
+  for (size_t e = 0; e < p.experts(); ++e) {
+    double first = kInfinity, second = kInfinity;
+    for (size_t u = 0; u < n; ++u)
+      if (p.may(e, u)) {
+        const double c = cost(e, u);
+        second = std::min(second, std::max(c, first));
+        first = std::min(c, first);
+      }
+    losses.emplace_back(std::isinf(second) ? -kInfinity : first - second, e);
+  }
+  std::sort(losses.begin(), losses.end());
+  for (const auto& [loss, e] : losses) {
+    size_t best = n;
+    for (size_t u = 0; u < n; ++u)
+      if (p.may(e, u) && p.room(u) >= p.shards() && (best == n || cost(e, u) < cost(e, best)))
+        best = u;
+    require(best < n, "no unit that expert ", problem.order[e], " may be on has room for it");
+    p.set(e, best, p.shards());
+  }
+  return p;
+}
+
+void check_room(const Experts& experts, std::span<const Unit> units) {
+  uint64_t room = 0;
+  for (const Unit& unit : units) room += room_of(experts, unit);
+  require(room >= uint64_t(experts.count) * experts.shards, experts.count, " experts of ",
+          experts.bytes, " bytes do not fit: the units hold ", double(room) / experts.shards);
+}
 
 }  // namespace
 
@@ -99,17 +157,18 @@ Placement place(const Experts& experts, std::span<const Unit> units,
   check_problem(experts, units);
   check_histogram(experts, histogram);
   check_room(experts, units);
-  const Sorted sorted(histogram);
-  Packing best = pack(experts, units, sorted.loads, 0);
+  const Sorted problem(experts, units, histogram);
+  if (options.serial) return problem.placement(pack_serial(problem, nullptr, 0));
+  Packing best = pack(problem, 0);
   const double bound = lower_bound(best);
-  improve_whole(best, bound, experts, units, sorted.loads);
-  if (experts.shards == 1 || units.size() == 1) return sorted.placement(best);
+  improve_whole(best, bound, problem);
+  if (experts.shards == 1 || units.size() == 1) return problem.placement(best);
   double least = weighed(best, options);
   // The busiest experts over all units: one, two, ... in steps that grow, while it helps.
   size_t worse = 0;
   for (size_t shared = 1; shared <= experts.count && worse < 2; shared += 1 + shared / 3) {
     if (bound * (1 + options.split_gain * double(shared)) >= least) break;
-    Packing p = pack(experts, units, sorted.loads, shared);
+    Packing p = pack(problem, shared);
     improve(p, bound);
     const double weight = weighed(p, options);
     worse = weight < least ? 0 : worse + 1;
@@ -119,7 +178,7 @@ Placement place(const Experts& experts, std::span<const Unit> units,
     }
   }
   split(best, bound, options);
-  return sorted.placement(best);
+  return problem.placement(best);
 }
 
 Placement adjust(const Experts& experts, std::span<const Unit> units,
@@ -128,19 +187,20 @@ Placement adjust(const Experts& experts, std::span<const Unit> units,
   check_problem(experts, units);
   check_histogram(experts, histogram);
   check_placement(experts, units, from);
-  const Sorted sorted(histogram);
-  Packing p = sorted.packing(experts, units, from);
+  const Sorted problem(experts, units, histogram);
+  if (options.serial) return problem.placement(pack_serial(problem, &from, options.horizon));
+  Packing p = problem.packing(from);
   const double bound = lower_bound(p);
   improve(p, bound);
   if (experts.shards > 1 && units.size() > 1) split(p, bound, options);
-  return sorted.placement(p);
+  return problem.placement(p);
 }
 
 double expected_makespan(const Experts& experts, std::span<const Unit> units,
                          std::span<const double> histogram, const Placement& placement,
                          const PlaceOptions& options) {
-  const Sorted sorted(histogram);
-  return score(sorted.packing(experts, units, placement), options);
+  const Sorted problem(experts, units, histogram);
+  return score(problem.packing(placement), options);
 }
 
 }  // namespace mlx_moe

@@ -11,6 +11,10 @@ struct PlaceOptions {
   // which counting adds to the variance of a load (forward / counted). 0: the histogram is exact.
   double noise = 0;
   double counting = 1;
+  // The units take turns, as forms of an expert on one processor do: their sum is made small.
+  bool serial = false;
+  // Where a placement is adjusted: forwards over which what moves is paid for; 0: it is free.
+  double horizon = 0;
 };
 
 // A placement that takes little longer than the best: longest first, then moves and swaps that

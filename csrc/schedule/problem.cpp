@@ -25,6 +25,8 @@ void check_problem(const Experts& e, std::span<const Unit> units) {
           " and of a row ", e.row_bytes, ", expected finite numbers of at least 0");
   require(!units.empty() && units.size() <= kMostUnits, units.size(), " units, expected 1 to ",
           kMostUnits);
+  require(e.allowed.empty() || e.allowed.size() == e.count * units.size(), "allowed has ",
+          e.allowed.size(), " values, expected ", e.count, " experts x ", units.size(), " units");
   for (size_t u = 0; u < units.size(); ++u) {
     const Unit& unit = units[u];
     require(is_time(unit.assignment) && is_time(unit.dispatch), "unit ", u, ": seconds are ",
@@ -51,7 +53,12 @@ void check_placement(const Experts& e, std::span<const Unit> units, const Placem
           e.count, " experts x ", units.size(), " units");
   for (size_t i = 0; i < e.count; ++i) {
     uint64_t sum = 0;
-    for (size_t u = 0; u < p.units; ++u) sum += p.parts[i * p.units + u];
+    for (size_t u = 0; u < p.units; ++u) {
+      const uint32_t parts = p.parts[i * p.units + u];
+      sum += parts;
+      require(parts == 0 || e.allowed.empty() || e.allowed[i * p.units + u], "the placement has ",
+              "expert ", i, " on unit ", u, ", where it is not allowed");
+    }
     require(sum == e.shards, "the placement has ", sum, " shards of expert ", i, ", expected ",
             e.shards);
   }
@@ -78,10 +85,11 @@ std::vector<double> unit_seconds(const Experts& e, std::span<const Unit> units,
   return seconds;
 }
 
-std::vector<double> arriving_bytes(const Experts& e, const Placement& from, const Placement& to) {
+std::vector<double> arriving_bytes(const Experts& e, std::span<const Unit> units,
+                                   const Placement& from, const Placement& to) {
   std::vector<double> bytes(to.units);
   for (size_t i = 0; i < to.parts.size(); ++i)
-    if (to.parts[i] > from.parts[i])
+    if (to.parts[i] > from.parts[i] && !units[i % to.units].holds_all)
       bytes[i % to.units] += e.bytes * (to.parts[i] - from.parts[i]) / e.shards;
   return bytes;
 }

@@ -9,12 +9,13 @@ namespace mlx_moe {
 
 // What computes: times in seconds, rates in bytes a second, of which infinity costs nothing.
 struct Unit {
-  double assignment;  // seconds that a whole expert takes for an assignment
-  double dispatch;    // seconds for each expert, or shard of one, that has work
-  double bandwidth;   // at which the weights of an expert with work are read
-  double memory;      // bytes of expert weights that it can hold
-  double link;        // at which an assignment's row goes there and its result comes back
-  double load;        // at which weights that it did not hold arrive
+  double assignment;       // seconds that a whole expert takes for an assignment
+  double dispatch;         // seconds for each expert, or shard of one, that has work
+  double bandwidth;        // at which the weights of an expert with work are read
+  double memory;           // bytes of expert weights that it can hold
+  double link;             // at which an assignment's row goes there and its result comes back
+  double load;             // at which weights that it did not hold arrive
+  bool holds_all = false;  // has every expert's weights anyway: nothing moves to it
 };
 
 // The experts of a layer, all of one size.
@@ -23,6 +24,7 @@ struct Experts {
   double bytes;      // of the weights of one
   double row_bytes;  // that an assignment moves over a link, there and back
   uint32_t shards;   // equal parts along ff that one can be cut into; 1: it stays whole
+  std::vector<uint8_t> allowed = {};  // [count * units], 0 where an expert cannot be; or empty
 };
 
 // How many of its shards each unit has of each expert: parts[expert * units + unit]. Shards of one
@@ -60,7 +62,7 @@ std::vector<double> unit_seconds(const Experts& experts, std::span<const Unit> u
                                  std::span<const double> histogram, const Placement& placement);
 
 // Bytes of weights that each unit has in `to` and had not in `from`.
-std::vector<double> arriving_bytes(const Experts& experts, const Placement& from,
-                                   const Placement& to);
+std::vector<double> arriving_bytes(const Experts& experts, std::span<const Unit> units,
+                                   const Placement& from, const Placement& to);
 
 }  // namespace mlx_moe

@@ -25,7 +25,7 @@ void add(std::vector<double>& to, std::span<const double> x) {
 
 bool same(const Unit& a, const Unit& b) {
   return a.assignment == b.assignment && a.dispatch == b.dispatch && a.bandwidth == b.bandwidth &&
-         a.memory == b.memory && a.link == b.link && a.load == b.load;
+         a.memory == b.memory && a.link == b.link && a.load == b.load && a.holds_all == b.holds_all;
 }
 
 }  // namespace
@@ -41,12 +41,13 @@ Scheduler::Scheduler(const Experts& experts, std::vector<Unit> units, const Sche
   for (double x : {o.noise, o.hysteresis, o.horizon, o.minimum, o.place.split_gain, o.place.noise})
     require(std::isfinite(x) && x >= 0, "noise, hysteresis, horizon, minimum and split_gain are ",
             "finite numbers of at least 0, found ", x);
-  place(experts_, units_, planned_, {});  // says now what could not be placed later
+  place(experts_, units_, planned_, options_.place);  // says now what could not be placed later
 }
 
 PlaceOptions Scheduler::place_options(double forward, double counted) const {
   PlaceOptions options = options_.place;
   options.counting = counted > 0 ? forward / counted : 0;
+  options.horizon = options_.horizon;
   return options;
 }
 
@@ -124,7 +125,7 @@ std::optional<Replan> Scheduler::decide() {
   double least = before * options_.horizon;
   for (const Placement& candidate : {adjust(experts_, units_, forward, *placement_, options),
                                      relabelled(place(experts_, units_, forward, options))}) {
-    const std::vector<double> arriving = arriving_bytes(experts_, *placement_, candidate);
+    const std::vector<double> arriving = arriving_bytes(experts_, units_, *placement_, candidate);
     double moving = 0;
     for (size_t u = 0; u < units_.size(); ++u)
       moving = std::max(moving, arriving[u] / units_[u].load);
@@ -151,6 +152,7 @@ std::optional<Replan> Scheduler::decide() {
 // Equal units are told apart by what they hold: each of the found ones becomes the unit that has
 // most of its experts, so that few weights move.
 Placement Scheduler::relabelled(const Placement& found) const {
+  if (!experts_.allowed.empty()) return found;
   const size_t n = units_.size();
   std::vector<double> common(n * n);
   for (size_t e = 0; e < experts_.count; ++e)

@@ -12,7 +12,7 @@ struct ScheduleOptions {
   double hysteresis = 0.02;  // share of the makespan that a re-plan must save
   double horizon = 16;       // forwards over which it must earn what moving weights takes
   double minimum = 4;        // assignments for each expert, before anything is decided
-  PlaceOptions place{0.001, 1.0, 1.0};
+  PlaceOptions place{0.001, 1.0, 1.0, false, 0};
 };
 
 // A change of the placement, as it was decided.

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "schedule/improve.h"
+#include "support/error.h"
 
 namespace mlx_moe {
 
@@ -19,6 +20,7 @@ struct Transfer {
 };
 
 void look_at_transfers(const Packing& p, size_t e, size_t a, size_t b, Transfer& best) {
+  if (!p.may(e, b)) return;
   const uint32_t has = p.parts(e, a), there = p.parts(e, b);
   const auto most = uint32_t(std::min<uint64_t>(has, p.room(b)));
   if (most == 0) return;
@@ -57,9 +59,11 @@ std::vector<uint32_t> candidates(const Packing& p, size_t a) {
 
 void spread_expert(Packing& p, size_t expert) {
   double speed = 0;
-  for (size_t u = 0; u < p.units(); ++u) speed += 1 / std::max(p.slope(u), 1e-30);
+  for (size_t u = 0; u < p.units(); ++u)
+    if (p.may(expert, u)) speed += 1 / std::max(p.slope(u), 1e-30);
   uint32_t left = p.shards();
   for (size_t u = 0; u < p.units(); ++u) {
+    if (!p.may(expert, u)) continue;
     const double share = 1 / std::max(p.slope(u), 1e-30) / speed;
     const auto parts = uint32_t(std::min<double>(share * p.shards(), double(p.room(u))));
     p.set(expert, u, std::min(parts, left));
@@ -69,17 +73,22 @@ void spread_expert(Packing& p, size_t expert) {
     size_t best = p.units();
     double least = 0;
     for (size_t u = 0; u < p.units(); ++u)
-      if (p.room(u) > 0) {
+      if (p.room(u) > 0 && p.may(expert, u)) {
         const double after = p.seconds_with(expert, u, p.parts(expert, u) + 1);
         if (best == p.units() || after < least) best = u, least = after;
       }
+    require(best < p.units(), "the units that an expert may be on are full: ", left,
+            " of its shards have no place");
     p.set(expert, best, p.parts(expert, best) + 1);
   }
 }
 
 double score(const Packing& p, const PlaceOptions& o) {
   const double noise = o.noise > 0 ? o.noise * std::sqrt(1 + o.counting) * p.spread() : 0;
-  return p.makespan() + noise;
+  if (!o.serial) return p.makespan() + noise;
+  double all = 0;
+  for (size_t u = 0; u < p.units(); ++u) all += p.seconds(u);
+  return all;
 }
 
 double weighed(const Packing& p, const PlaceOptions& o) {

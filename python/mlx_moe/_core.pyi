@@ -128,8 +128,8 @@ class Store:
 class LayerScheduler:
     def __init__(
         self,
-        experts: tuple[int, float, float, int],
-        units: Sequence[tuple[float, ...]],
+        experts: tuple[Any, ...],
+        units: Sequence[tuple[Any, ...]],
         *,
         shift: float,
         noise: float,
@@ -138,6 +138,7 @@ class LayerScheduler:
         minimum: float,
         split_gain: float,
         spread: float,
+        serial: bool,
     ) -> None: ...
     def plan(self, histogram: Buffer, counted: float) -> None: ...
     def adopt(self, parts: Buffer, histogram: Buffer, counted: float) -> None: ...
@@ -149,17 +150,18 @@ class LayerScheduler:
 
 def schedule_place(
     histogram: Buffer,
-    units: Sequence[tuple[float, ...]],
-    experts: tuple[int, float, float, int],
+    units: Sequence[tuple[Any, ...]],
+    experts: tuple[Any, ...],
     *,
     split_gain: float = 0.001,
     noise: float = 0.0,
     counting: float = 1.0,
+    serial: bool = False,
 ) -> NDArray[np.uint32]: ...
 def schedule_seconds(
     histogram: Buffer,
-    units: Sequence[tuple[float, ...]],
-    experts: tuple[int, float, float, int],
+    units: Sequence[tuple[Any, ...]],
+    experts: tuple[Any, ...],
     parts: Buffer,
 ) -> list[float]: ...
 def total_variation(a: Buffer, b: Buffer, expected: bool = False) -> float: ...

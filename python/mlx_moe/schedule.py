@@ -42,6 +42,7 @@ class Unit:
         memory: bytes of expert weights that it can hold.
         link: bytes a second at which rows go there and results come back; inf where they are.
         load: bytes a second at which weights arrive that it did not hold, inf if that is free.
+        holds_all: it has the weights of every expert anyway: nothing moves to it.
     """
 
     name: str
@@ -51,9 +52,11 @@ class Unit:
     memory: float = inf
     link: float = inf
     load: float = inf
+    holds_all: bool = False
 
-    def _numbers(self) -> tuple[float, ...]:
-        return self.seconds, self.dispatch, self.bandwidth, self.memory, self.link, self.load
+    def _numbers(self) -> tuple[Any, ...]:
+        rates = self.bandwidth, self.memory, self.link, self.load
+        return self.seconds, self.dispatch, *rates, self.holds_all
 
 
 @dataclass(frozen=True)
@@ -65,15 +68,18 @@ class Experts:
         nbytes: of the weights of one.
         row_nbytes: that an assignment moves over a unit's `link`: its input and its result.
         shards: equal parts along ff that an expert can be cut into; 1 keeps every expert whole.
+        allowed: for each expert, whether it may be on each unit; None: every one on every unit.
     """
 
     count: int
     nbytes: float = 0.0
     row_nbytes: float = 0.0
     shards: int = 1
+    allowed: Sequence[Sequence[bool]] | None = None
 
-    def _numbers(self) -> tuple[int, float, float, int]:
-        return self.count, self.nbytes, self.row_nbytes, self.shards
+    def _numbers(self) -> tuple[Any, ...]:
+        allowed = [int(may) for units in self.allowed or () for may in units]
+        return self.count, self.nbytes, self.row_nbytes, self.shards, allowed
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +134,7 @@ def place(
     split_gain: float = SPLIT_GAIN,
     noise: float = 0.0,
     counting: float = 1.0,
+    serial: bool = False,
 ) -> Placement:
     """A placement whose slowest unit takes little longer than it must.
 
@@ -143,6 +150,8 @@ def place(
             above the others; the more, the more experts are split. 0: the loads will be those.
         counting: assignments of a forward over those counted for the histogram, which adds that
             share to the variance.
+        serial: the units take turns, such as two forms of an expert on one processor: their sum
+            is made small, and no expert is split.
 
     Returns:
         The `Placement`; the same for the same input.
@@ -158,6 +167,7 @@ def place(
         split_gain=split_gain,
         noise=noise,
         counting=counting,
+        serial=serial,
     )
     return Placement(parts, experts.shards)
 
@@ -258,7 +268,7 @@ class Scheduler:
         minimum: assignments for each expert on average before anything is decided; smaller
             forwards, such as decoding, are added up until then.
         split_gain: as for `place`.
-        spread: `noise` of `place` in the placements that are made here.
+        spread, serial: `noise` and `serial` of `place` in the placements that are made here.
         log: the re-plans, oldest first.
 
     Raises:
@@ -274,6 +284,7 @@ class Scheduler:
     minimum: float = 4.0
     split_gain: float = SPLIT_GAIN
     spread: float = 1.0
+    serial: bool = False
     log: list[Replan] = field(default_factory=list, init=False)
     _core: Any = field(init=False, repr=False, compare=False)
     _placement: Placement | None = field(default=None, init=False, repr=False, compare=False)
@@ -290,6 +301,7 @@ class Scheduler:
             minimum=self.minimum,
             split_gain=self.split_gain,
             spread=self.spread,
+            serial=self.serial,
         )
 
     @property
@@ -342,10 +354,11 @@ class Scheduler:
         return self.observe(np.bincount(chosen, minlength=self.experts.count))
 
     def makespan(self, histogram: ArrayLike) -> float:
-        """Seconds of the slowest unit for a forward's loads, as placed now."""
+        """Seconds of the slowest unit (of all, if they are `serial`) for a forward's loads."""
         if self.placement is None:
             raise InvalidArgument("nothing is placed yet: call plan, adopt or observe first")
-        return makespan(histogram, self.units, self.experts, self.placement)
+        seconds = unit_seconds(histogram, self.units, self.experts, self.placement)
+        return float(seconds.sum() if self.serial else seconds.max())
 
     def stats(self) -> dict[str, float]:
         """Counts since it was made.
