@@ -16,19 +16,20 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from static_layer import ALL, HALF, static, weighted
+from static_layer import ALL, HALF, SOME, static, weighted
 from static_models import groups_of, plan_of, write_artifacts
 from switch_reference import HIDDEN, block, error, float64, glu, inputs, only
 
 from mlx_moe import (
     InvalidArgument,
     cold_ops,
+    compile_plan,
     core,
     coreml_load,
     replace_moe_layers,
     tune_profile,
 )
-from mlx_moe.coreml_load import CoreMLPrograms
+from mlx_moe.coreml_load import CoreMLPrograms, cache_directory
 from mlx_moe.coreml_trial import Trials
 from mlx_moe.devices import load_device
 from mlx_moe.manifest import Manifest
@@ -66,7 +67,8 @@ def core_ml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
             def load(self, functions: dict[int, tuple[str, str]], *_: Any) -> int:
                 ((path, _), *_) = functions.values()
-                entry = manifest.package(Path(path).stem)
+                kept = Path(path).relative_to(cache_directory(manifest))
+                entry = manifest.package(kept.parts[0].removesuffix(kept.suffix))
                 return load_program(self._host, manifest.directory, entry)
 
         places = {"on": ON, "gpu": ELSEWHERE}
@@ -193,6 +195,40 @@ def test_a_plan_by_other_numbers_than_were_measured_here_is_said(
     assert tune_profile.better_than(tuned) is None
     monkeypatch.setattr(tune_profile, "load", lambda: replace(device, name="no samples"))
     assert tune_profile.better_than(device) is None
+
+
+@pytest.mark.skipif(bool(core.coreml_missing()), reason="Core ML is on Macs")
+@pytest.mark.parametrize("device", [mx.cpu, mx.gpu], ids=["cpu", "gpu"])
+def test_core_ml_itself(tmp_path, monkeypatch, device: Any) -> None:
+    """Compiled, replaced and run; on whichever unit there is, since machines of CI are virtual."""
+    if device == mx.gpu and not mx.metal.is_available():
+        pytest.skip("MLX has no GPU here")
+    pytest.importorskip("coremltools")
+    monkeypatch.setattr(coreml_load, "demotion", lambda placement: None)
+    check_compiled(tmp_path, device)
+
+
+def check_compiled(directory: Path, device: Any) -> None:
+    model = block(glu(), "affine-4")
+    plan = plan_of(model, {"experts": groups_of("e", SOME, (64, 32), HIDDEN)}, static_from=32)
+    compile_plan(model, plan, directory, macos=14, progress=False)
+    few, many = inputs(3), inputs(60)
+    want = weighted(model, *many)
+    before = mx.default_device()
+    mx.set_default_device(device)
+    try:
+        stock = model(*few)
+        replacement = replace_moe_layers(model, plan, artifacts=directory, backend="coreml")
+        decoded, found = model(*few), model(*many)
+        mx.eval(stock, decoded, found)
+    finally:
+        mx.set_default_device(before)
+    assert error(found, want) < HALF
+    counts = static(replacement)
+    assert counts["hot"] > counts["cold"] > 0 == counts["failed_tiles"]
+    if device == mx.gpu:
+        assert mx.array_equal(decoded, stock)
+        assert only(replacement)["kernel_calls"] == 0
 
 
 @pytest.mark.skipif(not core.coreml_missing(), reason="Core ML is here")
