@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .dense import replace_linear_layers, restore_linear_layers
     from .evaluation import Evaluation
     from .evaluator import evaluate
+    from .following import follow
     from .loading import load
     from .plan import Plan
     from .planner import make_plan
@@ -40,6 +41,7 @@ __all__ = [
     "compile_plan",
     "core",
     "evaluate",
+    "follow",
     "load",
     "make_plan",
     "replace_linear_layers",
@@ -57,6 +59,7 @@ _MODULES = {
     "calibrate": "calibration_run",
     "compile_plan": "compile",
     "evaluate": "evaluator",
+    "follow": "following",
     "load": "loading",
     "make_plan": "planner",
     "replace_linear_layers": "dense",

@@ -38,6 +38,7 @@ class Layer:
             [..., k], scores [..., k, 1] or None where they do not reach us), not evaluated.
         static: runs forwards of many tokens on a static executor.
         packed: experts that a plan keeps in the kernels' own layout, too.
+        follower: is told the ids of each forward before it, and may change static and packed.
         stored: where its experts are if they stay on disk (`stored_layer.Stored`).
     """
 
@@ -51,6 +52,7 @@ class Layer:
     observer: "Observer | None" = field(default=None, compare=False)
     static: StaticPath | None = field(default=None, compare=False)
     packed: "PackedCopies | None" = field(default=None, compare=False)
+    follower: Any = field(default=None, compare=False)
     stored: Any = field(default=None, compare=False)
 
     @property
@@ -66,10 +68,12 @@ class PackedCopies:
     Attributes:
         copies: one for each projection.
         tokens: from which they are used.
+        experts: that are copied.
     """
 
     copies: tuple[core.Packed, ...]
     tokens: int
+    experts: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
@@ -268,6 +272,9 @@ class Call:
         ids = self.indices
         if ids.dtype not in INDEX_DTYPES:
             ids = ids.astype(mx.int32)
+        if self.layer.follower is not None:
+            evaluate(ids)
+            self.layer.follower.seen(ids)
         weights = weight_arrays(self.linears, groups)
         if self.static is not None and self.static.ops:
             stock = partial(self._stock, groups=groups)

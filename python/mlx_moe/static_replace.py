@@ -68,6 +68,7 @@ def detach(rows: list[ReplacedLayer]) -> None:
     for row in rows:
         if row._layer is not None:
             row._layer.static = row._layer.packed = row._layer.counters.static = None
+            row._layer.follower = None
 
 
 def prepare(
@@ -131,7 +132,7 @@ def pack(opened: Opened, module: Any, row: ReplacedLayer) -> PackedCopies | None
     except UnknownFormat:
         return None  # the layer runs stock code, and says so
     copies = tuple(core.Packed(matrix, planned.packed) for matrix in matrices)
-    return PackedCopies(copies, planned.static_from)
+    return PackedCopies(copies, planned.static_from, planned.packed)
 
 
 def path_of(static: StaticLayer, linears: list[Linear], logged: set[str], ops: bool) -> StaticPath:
