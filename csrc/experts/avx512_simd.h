@@ -5,6 +5,7 @@
 
 #include <immintrin.h>
 
+#include "experts/transpose.h"
 #include "support/half.h"
 
 namespace mlx_moe {
@@ -15,10 +16,12 @@ struct Simd {
   using V = __m512;
   static constexpr size_t width = 16;
   static constexpr size_t rows = 4;
-  static constexpr int tokens = 6;  // 4 rows x 6 tokens + 6 + 1 of 32 registers
+  static constexpr int tokens = 6;        // 4 rows x 6 tokens + 6 + 1 of 32 registers
+  static constexpr size_t lane_rows = 8;  // 8 rows x 2 vectors of tokens + 2 + 1
 
   static V zero() { return _mm512_setzero_ps(); }
   static V load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, V v) { _mm512_storeu_ps(p, v); }
   static V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
   static V add(V a, V b) { return _mm512_add_ps(a, b); }
   static V broadcast(float f) { return _mm512_set1_ps(f); }
@@ -37,6 +40,16 @@ struct Simd {
             _mm512_cvtepi32_ps(_mm512_srli_epi32(b, 4))};
   }
   static float sum(V v) { return _mm512_reduce_add_ps(v); }
+
+  // dst [n, width] from src [width, n], n a multiple of 16
+  static void transpose(const float* src, size_t n, float* dst) {
+    for (size_t k = 0; k < n; k += 16) {
+      __m512i r[16];
+      for (size_t i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(src + i * n + k);
+      mlx_moe::transpose(r);
+      for (size_t i = 0; i < 16; ++i) _mm512_storeu_si512(dst + (k + i) * 16, r[i]);
+    }
+  }
 
   static void to_f32(Scalar type, const void* src, size_t n, float* dst) {
     auto* half = static_cast<const uint16_t*>(src);

@@ -136,20 +136,19 @@ struct DotKernel {
       for (size_t i = 0; i < kRows; ++i)
         w[i] =
             i < have ? unpack_row<Simd>(m, expert, row0 + r + i, k, unpacked + i * stride) : w[0];
-      multiply(w, x, k, stride, tokens, out + r * tokens);
+      multiply(w, x, k, stride, tokens, out + r * tokens, tokens);
     }
   }
 
   // Columns in stretches, so that the rows' part stays in the first-level cache for all tokens.
   static void multiply(const float** w, const float* x, size_t k, size_t stride, size_t tokens,
-                       float* out) {
+                       float* out, size_t ld) {
     constexpr size_t step = Simd::tokens;
     for (size_t c = 0; c < k; c += kStretch, x += kStretch) {
       size_t n = k - c < kStretch ? k - c : kStretch, t = 0;
       for (; t + step <= tokens; t += step)
-        dots<Simd::tokens>(w, x + t * stride, n, stride, out + t, tokens);
-      if (t < tokens)
-        rest<Simd::tokens - 1>(tokens - t, w, x + t * stride, n, stride, out + t, tokens);
+        dots<Simd::tokens>(w, x + t * stride, n, stride, out + t, ld);
+      if (t < tokens) rest<Simd::tokens - 1>(tokens - t, w, x + t * stride, n, stride, out + t, ld);
       for (size_t r = 0; r < kRows; ++r) w[r] += n;
     }
   }
@@ -162,11 +161,16 @@ struct DotKernel {
     product(gate, expert, row0, rows, xs, tokens, g);
     product(up, expert, row0, rows, xs, tokens, u);
     swiglu<Simd>(g, u, rows * tokens, g);
-    size_t stride = row_stride(gate.rows);
-    size_t end = row0 + rows == gate.rows ? padded(gate.rows) : row0 + rows;
+    columns(gate, row0, rows, g, tokens, tokens, static_cast<float*>(h));
+  }
+
+  // g [rows, ld] as columns [row0, row0 + rows) of a panel, zero beyond the last
+  static void columns(const Matrix& m, size_t row0, size_t rows, const float* g, size_t ld,
+                      size_t tokens, float* panel) {
+    size_t stride = row_stride(m.rows), end = row0 + rows == m.rows ? padded(m.rows) : row0 + rows;
     for (size_t t = 0; t < tokens; ++t) {
-      float* dst = static_cast<float*>(h) + t * stride;
-      for (size_t r = 0; r < rows; ++r) dst[row0 + r] = g[r * tokens + t];
+      float* dst = panel + t * stride;
+      for (size_t r = 0; r < rows; ++r) dst[row0 + r] = g[r * ld + t];
       for (size_t r = row0 + rows; r < end; ++r) dst[r] = 0.f;
     }
   }
@@ -175,9 +179,14 @@ struct DotKernel {
                       size_t tokens, const Scatter& out) {
     auto* y = static_cast<float*>(scratch(3, (tokens + 1) * kBlock * sizeof(float)));
     product(w, expert, row0, rows, static_cast<const float*>(x), tokens, y);
-    float* line = y + kBlock * tokens;
+    scatter(w, expert, row0, rows, y, tokens, tokens, y + kBlock * tokens, out);
+  }
+
+  // y [rows, ld] to the tokens' rows; `line` has room for a token.
+  static void scatter(const Matrix& w, size_t expert, size_t row0, size_t rows, const float* y,
+                      size_t ld, size_t tokens, float* line, const Scatter& out) {
     for (size_t t = 0; t < tokens; ++t) {
-      for (size_t r = 0; r < rows; ++r) line[r] = y[r * tokens + t] + w.added_to(expert, row0 + r);
+      for (size_t r = 0; r < rows; ++r) line[r] = y[r * ld + t] + w.added_to(expert, row0 + r);
       size_t at = size_t(out.rows ? out.rows[t] : int32_t(t)) * out.stride + row0;
       Simd::from_f32(out.type, line, rows,
                      static_cast<uint8_t*>(out.base) + at * size_of(out.type));
