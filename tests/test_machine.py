@@ -118,3 +118,23 @@ def test_this_machine() -> None:
 
 def test_copies_are_had_where_the_kernel_packs() -> None:
     assert machine.has_packed_copies() == (core.isa() == "amx")
+
+
+VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
+Pages free:                               10000.
+Pages active:                            500000.
+Pages inactive:                           20000.
+Pages speculative:                         3000.
+Pages throttled:                              0.
+Pages wired down:                        100000.
+Pages purgeable:                            400.
+"Translation faults":                 123456789.
+"""
+
+
+def test_available_memory_of_macos(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    monkeypatch.setattr("mlx_moe.machine._command", lambda *_: VM_STAT)
+    assert available_bytes() == 16384 * 33400
+    monkeypatch.setattr("mlx_moe.machine._command", lambda *_: "")
+    assert available_bytes() is None

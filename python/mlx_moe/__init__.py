@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .dense import replace_linear_layers, restore_linear_layers
     from .evaluation import Evaluation
     from .evaluator import evaluate
+    from .expert_memory import ExpertMemory
     from .following import follow
     from .loading import load
     from .plan import Plan
@@ -29,6 +30,7 @@ except PackageNotFoundError:  # run from the source tree
 __all__ = [
     "Calibration",
     "Evaluation",
+    "ExpertMemory",
     "InvalidArgument",
     "MoEError",
     "ModelNotFound",
@@ -54,6 +56,7 @@ __all__ = [
 _MODULES = {
     "Calibration": "calibration",
     "Evaluation": "evaluation",
+    "ExpertMemory": "expert_memory",
     "Plan": "plan",
     "Replacement": "replacement",
     "calibrate": "calibration_run",

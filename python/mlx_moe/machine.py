@@ -97,12 +97,7 @@ def this_machine() -> Machine:
 def chip(root: Path = Path("/")) -> str:
     """The processor's name as the system has it; `root` is where its files are."""
     if platform.system() == "Darwin":
-        try:
-            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-            ran = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-            return ran.stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            return platform.machine()
+        return _command("sysctl", "-n", "machdep.cpu.brand_string").strip() or platform.machine()
     found = re.search(r"^model name\s*:\s*(.+)$", _text(root / "proc/cpuinfo"), re.MULTILINE)
     return found.group(1).strip() if found else platform.machine()
 
@@ -124,8 +119,18 @@ def memory_bytes(root: Path = Path("/")) -> int | None:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
+    if platform.system() == "Darwin":
+        return _from_vm_stat(_command("vm_stat"))
     found = re.search(r"^MemAvailable:\s*(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
     return int(found.group(1)) * 1024 if found else None
+
+
+def _from_vm_stat(text: str) -> int | None:
+    """What macOS's vm_stat counts as free or soon to be."""
+    page = re.search(r"page size of (\d+) bytes", text)
+    kinds = "free|inactive|speculative|purgeable"
+    counts = re.findall(rf"^Pages (?:{kinds}):\s+(\d+)\.$", text, re.MULTILINE)
+    return int(page.group(1)) * sum(map(int, counts)) if page and counts else None
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
@@ -190,6 +195,15 @@ def _cgroup_files(root: Path, controller: str, name: str) -> list[str]:
 def _bytes(text: str) -> int | None:
     value = int(text) if text.strip().isdigit() else UNLIMITED
     return value if value < UNLIMITED else None
+
+
+def _command(*words: str) -> str:
+    """What a command prints; "" if it fails."""
+    try:
+        ran = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
+        return ran.stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def _text(path: Path) -> str:

@@ -303,23 +303,29 @@ class StoredLayer:
         reader, k = self.store._core, ids.shape[1]
         there = np.isin(wanted, reader.resident(self.number))
         parts = waves(wanted, there, self.capacity)
-        flat, rows, places = ids.reshape(-1), [], []
+        flat, y = ids.reshape(-1), None
         for i, part in enumerate(parts):
             with self._held(part) as held:
                 if i + 1 < len(parts):
                     reader.prefetch(self.number, parts[i + 1].astype(np.int32))
                 for place in _blocks(np.flatnonzero(np.isin(flat, part)), scores is not None, k):
                     tokens, experts = mx.array(place // k), mx.array(flat[place][:, None])
-                    rows.append(forward.rows(x[tokens], experts, held.matrices))
-                    places.append(place)
-                evaluate(*rows[-len(places) :])
+                    rows = forward.rows(x[tokens], experts, held.matrices)
+                    if y is None:
+                        y = mx.zeros((len(flat), rows.shape[-1]), rows.dtype)
+                    evaluate(rows, y)
+                    _bits(y)[place] = _bits(rows)
                 matrices = held.matrices if i + 1 == len(parts) else None
-        order = np.empty(len(flat), np.int32)
-        order[np.concatenate(places)] = np.arange(len(flat), dtype=np.int32)
-        y = mx.concatenate(rows)[mx.array(order)].reshape(*ids.shape, -1)
+        assert y is not None
+        y = y.reshape(*ids.shape, -1)
         evaluate(y)
         assert matrices is not None
         return y if scores is None else forward.weighted(y, scores, matrices)
+
+
+def _bits(array: mx.array) -> NDArray[Any]:
+    """The memory of an evaluated array, by row; writable."""
+    return np.array(array.view({2: mx.uint16, 4: mx.uint32}[array.itemsize]), copy=False)
 
 
 def _blocks(places: NDArray[Any], summed: bool, k: int) -> list[NDArray[Any]]:
