@@ -73,6 +73,7 @@ def test_groups_go_and_come_with_routing(tmp_path, caplog) -> None:
     assert "experts: forward 1: routing shifted by" in caplog.text
     stats = following.stats()["experts"]
     assert stats["replans"] == 2
+    assert only(replacement)["schedule"] == stats
     assert stats["bytes_moved"] == 0
     following.stop()
     assert run(model, SECOND, replacement)["dispatches"] == 2

@@ -34,6 +34,23 @@ def planned(tiny_model_path: Path, tmp_path_factory) -> tuple[object, ...]:
     return "--plan", directory / "plan.json", "--artifacts", artifacts
 
 
+def test_rebalancing(tiny_model_path, planned) -> None:
+    options = ("--backend", "host", "--rebalance")
+    ran = generate(tiny_model_path, *planned, *options)
+    assert ran.returncode == 0, ran.stderr
+    assert re.search(r"\nrebalance: \d+ re-plans in 6 layers, 0 B moved; \d+ shifts", ran.stderr)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [((), "--rebalance keeps a plan up with routing: give --plan"), (None, "nothing here can")],
+)
+def test_rebalancing_what_is_not_planned(tiny_model_path, planned, options, message) -> None:
+    ran = generate(tiny_model_path, *(planned if options is None else options), "--rebalance")
+    assert ran.returncode == 1
+    assert message in ran.stderr
+
+
 def generate(model: Path, *options: object):
     arguments = ("--model", model, "--prompt", PROMPT, "--max-tokens", 8)
     return call("mlx_moe", "generate", *arguments, *options)

@@ -77,6 +77,7 @@ def follow(
     for row in replacement.layers:
         if row.name in followers:
             row._layer.follower = followers[row.name]
+            row._layer.counters.schedule = followers[row.name].scheduler.stats
     return Following(replacement, followers)
 
 

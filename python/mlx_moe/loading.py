@@ -14,8 +14,9 @@ import mlx_lm.utils
 
 from . import attention
 from .dense import replace_linear_layers
-from .errors import ModelNotFound, MoEError, NoMoELayers
+from .errors import InvalidArgument, ModelNotFound, MoEError, NoMoELayers
 from .expert_memory import ExpertMemory
+from .following import follow
 from .replace import replace_moe_layers, resolve_backend
 from .replacement import Replacement
 from .static import EXECUTORS, Importance, Overflow
@@ -28,7 +29,8 @@ class Replaced:
     """A model and what was replaced in it; None where nothing was.
 
     Attributes:
-        plan: further arguments of `replace_moe_layers`: plan, artifacts, expert_memory, ...
+        plan: further arguments of `replace_moe_layers`: plan, artifacts, expert_memory, ...; and
+            rebalance, whether to `follow` the plan.
     """
 
     model: nn.Module
@@ -40,12 +42,16 @@ class Replaced:
     def replace(self) -> "Replaced":
         """Replace the MoE layers, and on a CPU-only MLX the dense ones too."""
         try:
-            self.moe = replace_moe_layers(self.model, backend=self.backend, **self.plan)
+            plan = dict(self.plan)
+            rebalance = plan.pop("rebalance", False)
+            self.moe = replace_moe_layers(self.model, backend=self.backend, **plan)
         except NoMoELayers:
             if self.plan.get("plan") is not None:
                 raise
             self.moe = None
         try:
+            if rebalance and self.moe is not None:
+                follow(self.moe, plan["plan"])
             self.dense = replace_dense(self.model, self.backend)
         except BaseException:
             self.restore()
@@ -147,6 +153,7 @@ def load(
     artifacts: str | Path | None = None,
     overflow: Overflow = "spill",
     importance: Importance = "router",
+    rebalance: bool = False,
     expert_memory: int | str | ExpertMemory | None = None,
     **options: Any,
 ) -> Any:
@@ -158,6 +165,7 @@ def load(
     Args:
         path_or_repo: a model directory or a Hugging Face repository id.
         backend, plan, artifacts, overflow, importance, expert_memory: as for `replace_moe_layers`.
+        rebalance: keep the plan up with routing as it shifts (`mlx_moe.follow`).
         **options: everything else goes to `mlx_lm.load` (adapter_path, lazy, ...).
 
     Returns:
@@ -172,7 +180,9 @@ def load(
     resolve_backend(backend)
     how: dict[str, Any] = {"overflow": overflow, "importance": importance}
     if plan is not None or artifacts is not None:
-        how |= {"plan": plan, "artifacts": artifacts}
+        how |= {"plan": plan, "artifacts": artifacts, "rebalance": rebalance}
+    elif rebalance:
+        raise InvalidArgument("rebalance keeps a plan up with routing: give plan")
     lazy = bool(options.pop("lazy", False))
     if expert_memory is not None:
         how["expert_memory"] = ExpertMemory.of(expert_memory)

@@ -68,7 +68,7 @@ def detach(rows: list[ReplacedLayer]) -> None:
     for row in rows:
         if row._layer is not None:
             row._layer.static = row._layer.packed = row._layer.counters.static = None
-            row._layer.follower = None
+            row._layer.follower = row._layer.counters.schedule = None
 
 
 def prepare(

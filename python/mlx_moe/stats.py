@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -33,6 +33,7 @@ class Counters:
         small: forwards left to stock code because they are too small to gain from a kernel.
         fallbacks: forwards that stock code ran, by reason.
         static: what the static path did, None without a plan.
+        schedule: gives what following the plan did, None where it is not followed.
     """
 
     def __init__(self, name: str, logged: set[str]):
@@ -43,6 +44,7 @@ class Counters:
         self.calls = self.tokens = self.kernel_calls = self.small = 0
         self.fallbacks: dict[str, int] = {}
         self.static: StaticCounters | None = None
+        self.schedule: Callable[[], dict[str, float]] | None = None
 
     def called(self, tokens: int) -> None:
         with self._lock:
@@ -76,6 +78,8 @@ class Counters:
             }
         if self.static is not None:
             counts["static"] = self.static.as_dict()
+        if self.schedule is not None:
+            counts["schedule"] = self.schedule()
         return counts
 
     def __deepcopy__(self, memo: dict) -> "Counters":

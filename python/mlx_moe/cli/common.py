@@ -46,6 +46,11 @@ def add_plan_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--artifacts", metavar="DIR", help="What `mlx_moe compile` wrote for the plan, or hf://..."
     )
+    parser.add_argument(
+        "--rebalance",
+        action="store_true",
+        help="Keep the plan up with routing: groups or packed copies change when it shifts",
+    )
     add_overflow_options(parser)
 
 
@@ -73,8 +78,10 @@ def plan_arguments(args: argparse.Namespace) -> dict[str, Any]:
             raise InvalidArgument(
                 f"--backend {args.backend} runs a plan's programs: give --plan, --artifacts"
             )
+        if args.rebalance:
+            raise InvalidArgument("--rebalance keeps a plan up with routing: give --plan")
         return {}
-    names = ("plan", "artifacts", "overflow", "importance")
+    names = ("plan", "artifacts", "overflow", "importance", "rebalance")
     return {name: getattr(args, name) for name in names}
 
 

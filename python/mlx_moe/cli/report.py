@@ -77,8 +77,10 @@ def write(all_: Sequence[Record | StoreRecord], form: str) -> None:
         text = table(["layer", *FACTS, *COUNTS], rows)
     else:
         text = table([FACTS[0], "layers", *FACTS[1:], *COUNTS], summary(ran))
-    if form != "json" and (line := static_summary(ran)):
-        text += f"\n{line}"
+    if form != "json":
+        text += "".join(
+            f"\n{line}" for line in (static_summary(ran), schedule_summary(ran)) if line
+        )
     if form != "json":
         stores = [record for record in all_ if isinstance(record, StoreRecord)]
         text += "".join(f"\n{store_summary(record.report.stats())}" for record in stores)
@@ -98,6 +100,18 @@ def summary(ran: Iterable[Record]) -> list[list[Cell]]:
         layers, most = (None, None) if None in tokens else (len(counts), max(tokens))
         rows.append([kind, layers, *facts, most, *map(sum, calls)])
     return rows
+
+
+def schedule_summary(ran: Iterable[Record]) -> str:
+    """What following the plan did, in a line; empty where none was followed."""
+    followed = [r.counters.schedule() for r in ran if r.counters and r.counters.schedule]
+    if not followed:
+        return ""
+    total = {key: sum(counts[key] for counts in followed) for key in followed[0]}
+    return (
+        f"rebalance: {total['replans']} re-plans in {len(followed)} layers, "
+        f"{as_size(int(total['bytes_moved']))} moved; {total['declined']} shifts that did not pay"
+    )
 
 
 def store_summary(stats: dict[str, Any]) -> str:
