@@ -77,8 +77,9 @@ class Replacement:
         tokens are rows of input, the attention product's over all layers. small counts the
         calls left to stock because a kernel gains nothing there; they are no fallbacks. Layers
         that were left to stock code altogether are not listed. Where a plan's static path is
-        taken, static has `StaticCounters`' counts and seconds by stage. With `expert_memory`, the
-        entry "store" has the figures of `ExpertStore.stats`.
+        taken, static has `StaticCounters`' counts and seconds by stage; where the plan is
+        followed, schedule has `Scheduler.stats()`. With `expert_memory`, the entry "store" has the
+        figures of `ExpertStore.stats`.
         """
         found = {
             layer.name: layer.counters.as_dict()

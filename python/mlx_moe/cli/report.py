@@ -78,10 +78,8 @@ def write(all_: Sequence[Record | StoreRecord], form: str) -> None:
     else:
         text = table([FACTS[0], "layers", *FACTS[1:], *COUNTS], summary(ran))
     if form != "json":
-        text += "".join(
-            f"\n{line}" for line in (static_summary(ran), schedule_summary(ran)) if line
-        )
-    if form != "json":
+        lines = static_summary(ran), schedule_summary(ran)
+        text += "".join(f"\n{line}" for line in lines if line)
         stores = [record for record in all_ if isinstance(record, StoreRecord)]
         text += "".join(f"\n{store_summary(record.report.stats())}" for record in stores)
     sys.stdout.flush()
