@@ -145,6 +145,9 @@ def _stock_reason(module: Any, layer: Layer, x: mx.array, indices: mx.array) -> 
 
 def _is_small(module: Any, layer: Layer, assignments: int) -> bool:
     """Whether stock can run a call of so many rows, and is faster."""
+    first = module[PROJECTIONS[layer.kind][0]]["weight"]
+    if assignments * (first.size // first.shape[0]) >= SMALLEST:
+        return False  # the usual case, at a glance
     linears = [module[name] for name in PROJECTIONS[layer.kind]]
     work = sum(
         linear["weight"].size // linear["weight"].shape[0] * _packing(linear) for linear in linears
@@ -206,8 +209,8 @@ class Call:
         self.fused = (
             layer.kind == "glu"
             and type(module.activation) in layer.swiglus
-            and "bias" not in module.gate_proj
-            and "bias" not in module.up_proj
+            and "bias" not in self.linears[0].module
+            and "bias" not in self.linears[1].module
         )
         self.shape = (*indices.shape, self.linears[-1].rows)
         self.dtype = promote(x.dtype, *[a.dtype for linear in self.linears for a in linear.arrays])
