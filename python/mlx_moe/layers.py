@@ -146,7 +146,8 @@ def _stock_reason(module: Any, layer: Layer, x: mx.array, indices: mx.array) -> 
 def _is_small(module: Any, layer: Layer, assignments: int) -> bool:
     """Whether stock can run a call of so many rows, and is faster."""
     first = module[PROJECTIONS[layer.kind][0]]["weight"]
-    if assignments * (first.size // first.shape[0]) >= SMALLEST:
+    least = max(SMALLEST, SMALLEST_QUANTISED, SMALLEST_PACKED)
+    if assignments * (first.size // first.shape[0]) >= least:
         return False  # the usual case, at a glance
     linears = [module[name] for name in PROJECTIONS[layer.kind]]
     work = sum(
