@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cost import Array, cold_seconds, expert_of
+from .custom import evaluate
 from .devices import Device
 from .plan import LayerPlan
 from .schedule import Placement, Scheduler
@@ -48,9 +49,10 @@ class Follower:
         self._lock = threading.Lock()  # a scheduler is for one thread at a time
 
     def seen(self, ids: mx.array) -> None:
-        """A forward is about to run: ids [..., k], evaluated."""
+        """A forward is about to run: ids [..., k], evaluated here if it counts."""
         if ids.size // ids.shape[-1] < self._tokens or not self._in_force():
             return
+        evaluate(ids)
         chosen = self._items[np.array(ids).reshape(-1)]
         loads = np.bincount(chosen, minlength=self.scheduler.experts.count)
         with self._lock:

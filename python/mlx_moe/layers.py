@@ -38,7 +38,7 @@ class Layer:
             [..., k], scores [..., k, 1] or None where they do not reach us), not evaluated.
         static: runs forwards of many tokens on a static executor.
         packed: experts that a plan keeps in the kernels' own layout, too.
-        follower: is told the ids of each forward before it, and may change static and packed.
+        follower: is told the ids of each forward, not evaluated, and may change static and packed.
         stored: where its experts are if they stay on disk (`stored_layer.Stored`).
     """
 
@@ -277,7 +277,6 @@ class Call:
         if ids.dtype not in INDEX_DTYPES:
             ids = ids.astype(mx.int32)
         if self.layer.follower is not None:
-            evaluate(ids)
             self.layer.follower.seen(ids)
         weights = weight_arrays(self.linears, groups)
         if self.static is not None and self.static.ops:
