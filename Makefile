@@ -14,7 +14,7 @@ SOURCES := pyproject.toml CMakeLists.txt README.md LICENSE $(shell find csrc pyt
 CPP     := $(shell find csrc tests/cpp tests/apple -type f \
   \( -name '*.cpp' -o -name '*.mm' -o -name '*.m' -o -name '*.h' \))
 
-.PHONY: help demo test cpp-test cpp-test-aarch64 check-apple lint format bench clean
+.PHONY: help demo test cpp-test cpp-test-aarch64 check-apple check-apple-link lint format bench clean
 
 help:
 	@echo "make demo              generate text with the example model, through mlx_moe's layers"
@@ -22,6 +22,7 @@ help:
 	@echo "make cpp-test          C++ unit tests under ASan and UBSan (needs doctest)"
 	@echo "make cpp-test-aarch64  the same tests cross-built and run by qemu-aarch64"
 	@echo "make check-apple       the Objective-C++ on Linux: types for macOS, and tests on our own Core ML"
+	@echo "make check-apple-link  the whole extension cross-compiled and linked for macOS, in minutes"
 	@echo "make lint | format     ruff, mypy and clang-format: check | rewrite"
 	@echo "make bench             run the benchmarks, against other engines where they install"
 
@@ -53,6 +54,9 @@ cpp-test-aarch64: $(VENV)/.dev
 
 check-apple: $(VENV)/.apple
 	tests/apple/check.sh $(BIN) build/apple
+
+check-apple-link: $(VENV)/.apple
+	tests/apple/link.sh $(BIN) build/apple-link
 
 lint: $(VENV)/.installed $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -92,7 +96,7 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/.installed
 
 # A compiler for macOS with the headers of its C library.
 $(VENV)/.apple: | $(BIN)/python
-	$(BIN)/python -m pip install --quiet 'ziglang>=0.15' 'cmake>=3.21' ninja
+	$(BIN)/python -m pip install --quiet 'ziglang>=0.15' 'cmake>=3.21' ninja 'nanobind>=3.1'
 	@touch $@
 
 $(VENV)/.bench: pyproject.toml | $(VENV)/.installed

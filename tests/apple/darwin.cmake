@@ -1,0 +1,21 @@
+# Cross-compiling for macOS with zig: see link.sh, which makes the tools and stubs in LINK_ROOT.
+set(CMAKE_SYSTEM_NAME Darwin)
+set(CMAKE_SYSTEM_PROCESSOR arm64)
+set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
+set(CMAKE_TRY_COMPILE_PLATFORM_VARIABLES LINK_ROOT)
+
+foreach(language C OBJC)
+  set(CMAKE_${language}_COMPILER ${LINK_ROOT}/tools/cc)
+endforeach()
+foreach(language CXX OBJCXX)
+  set(CMAKE_${language}_COMPILER ${LINK_ROOT}/tools/c++)
+endforeach()
+set(here ${CMAKE_CURRENT_LIST_DIR})
+foreach(language C OBJC CXX OBJCXX)
+  set(CMAKE_${language}_FLAGS_INIT
+    "-target aarch64-macos.14.0 -isystem ${here}/include -isystem ${here}/foundation")
+endforeach()
+set(CMAKE_AR ${LINK_ROOT}/tools/ar)
+set(CMAKE_RANLIB ${LINK_ROOT}/tools/ranlib)
+set(CMAKE_INSTALL_NAME_TOOL ${LINK_ROOT}/tools/install_name_tool)
+set(CMAKE_MODULE_LINKER_FLAGS_INIT "-F${LINK_ROOT}/frameworks")
