@@ -3,10 +3,14 @@
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from artifacts import plan
 from compiled import BLOB, LAYERS
@@ -15,7 +19,7 @@ pytest.importorskip("coremltools")
 
 from mil_interpreter import MilProgram
 
-from mlx_moe import compile_estimate, errors
+from mlx_moe import Replacement, compile_estimate, errors, replace_moe_layers
 from mlx_moe.cli import main
 from mlx_moe.cli.compile import estimate_text
 from mlx_moe.compile import compile_plan, estimate_plan
@@ -153,8 +157,22 @@ def test_the_command_compiles_estimates_and_verifies(
         main(arguments)
 
 
+@contextmanager
+def replaced(model: nn.Module, plan: Plan, artifacts: Path, files: Path) -> Iterator[Replacement]:
+    """On the host executor, and as it was afterwards."""
+    replacement = replace_moe_layers(
+        model, plan, artifacts=artifacts, backend="host", checkpoint=files
+    )
+    try:
+        yield replacement
+    finally:
+        replacement.restore()
+
+
 def test_the_command_compiles_for_macos_14(
     copied: Path,
+    compiled: Manifest,
+    tiny_model: nn.Module,
     tiny_plan: Plan,
     tiny_model_path: Path,
     tmp_path: Path,
@@ -178,6 +196,15 @@ def test_the_command_compiles_for_macos_14(
     for place in found.package("l0.g1").functions.values():
         spec = MilProgram(found.package_path("l0.g1") / place.package).spec
         assert spec.specificationVersion == 8 and list(spec.mlProgram.functions) == ["main"]
+
+    # A model runs the same in either form, to the last bit.
+    tokens, logits = mx.random.randint(0, 500, (1, 64)), []
+    for artifacts in (compiled.directory, copied):
+        with replaced(tiny_model, tiny_plan, artifacts, tiny_model_path) as replacement:
+            logits.append(np.array(tiny_model(tokens).astype(mx.float32)))
+            counts = replacement.stats()
+        assert all(counts[name]["static"]["hot"] > 0 for name in LAYERS)
+    assert np.array_equal(*logits)
 
     before = {path: path.stat().st_mtime_ns for path in weights}
     assert main([*arguments, *model]) == 0  # nothing is left to do

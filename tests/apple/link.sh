@@ -4,6 +4,7 @@
 # Minutes long, so no part of check.sh. What comes out is a check and nothing to ship.
 #   tests/apple/link.sh BIN BUILD   BIN: a virtual environment's bin with ziglang, nanobind, cmake, ninja
 set -euo pipefail
+[[ $(uname -s) == Linux ]] || { echo "on a Mac, make test builds the real thing"; exit 1; }
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 bin=$(cd "$1" && pwd)
 mkdir -p "$2/tools" "$2/frameworks"
