@@ -43,6 +43,13 @@ def one_an_expert(arrays: dict[str, mx.array], called: dict[str, str]) -> dict[s
     return found
 
 
+def expert_arrays(model: nn.Module) -> list[mx.array]:
+    """Every array of the expert layers' projections."""
+    children = {child for names in PROJECTIONS.values() for child in names}
+    linears = [m[child] for _, m in switches(model) for child in children & m.keys()]
+    return [a for linear in linears for a in linear.values() if isinstance(a, mx.array)]
+
+
 def slot_bytes(model: nn.Module) -> int:
     """Of one expert: every array at a multiple of 64 bytes, and whole pages. All layers alike."""
     sizes = set()

@@ -86,7 +86,8 @@ def replace_moe_layers(
         importance: what pruning goes by, "router" (scores) or "norm" (of the token's input).
         expert_memory: keep the experts in the checkpoint's files and at most so much of them in
             memory: bytes, "8GB", "25%" of all experts, "auto" for what is free, or an
-            `ExpertMemory`. Load the model lazily, so that they were never read. Then training,
+            `ExpertMemory`. Load the model lazily, so that they were never read. Where the backend
+            is stock, MLX's operations compute from slots in MLX's arrays. Training,
             gradients, `mx.compile`, adapters on experts, saving and quantising raise
             ExpertsOnDisk instead of running stock code.
         checkpoint: the model's directory: expert_memory reads it, and a plan's files are compared
@@ -113,11 +114,16 @@ def replace_moe_layers(
     check_choice("importance", importance, IMPORTANCES)
     target = resolve_backend(backend)
     _check_plan_arguments(plan, artifacts, backend)
-    _check_memory_arguments(expert_memory, target)
+    if expert_memory is not None:
+        ExpertMemory.of(expert_memory).check()
     logged: set[str] = set()
+    modules = find_modules(model, lambda m: switch_kind(m) is not None)
+    kept = backend == "auto" and any(is_stored(module) for _, module, _ in modules)
+    if target == "stock" and (expert_memory is not None or kept):
+        target = "mlx"  # its operations, on slots
     found = [
         (module, examine(module, name, parent, target, strict, logged))
-        for name, module, parent in find_modules(model, lambda m: switch_kind(m) is not None)
+        for name, module, parent in modules
     ]
     if not found:
         raise NoMoELayers(
@@ -126,7 +132,8 @@ def replace_moe_layers(
         )
     store = prepared = None
     if expert_memory is not None:
-        store = open_store(model, found, ExpertMemory.of(expert_memory), checkpoint)
+        memory = ExpertMemory.of(expert_memory)
+        store = open_store(model, found, memory, checkpoint, target == "mlx")
     if plan is not None:
         on_disk = store.stored if store else None
         opened = open_plan(
@@ -146,17 +153,6 @@ def _check_plan_arguments(plan: Any, artifacts: Any, backend: str) -> None:
         raise InvalidArgument(f"{backend=} runs a plan's programs: give plan and artifacts")
     if plan is not None and backend == "stock":
         raise InvalidArgument("backend='stock' uses no plan: leave plan=None")
-
-
-def _check_memory_arguments(expert_memory: Any, target: str) -> None:
-    if expert_memory is None:
-        return
-    ExpertMemory.of(expert_memory).check()
-    if target == "stock":
-        raise InvalidArgument(
-            "expert_memory runs the experts on the CPU kernels, and backend stock does not: "
-            "give backend='cpu' (--backend cpu)"
-        )
 
 
 def _replace(
@@ -250,6 +246,6 @@ def examine(
         "+".join(dtypes),
         max(bits, default=None),
         target,
-        layer if target == "cpu" else None,
+        None if target == "stock" else layer,
         top_k_of(parent),
     )

@@ -21,8 +21,9 @@ class ReplacedLayer:
         experts: number of experts, None for a dense layer.
         dtype: of the values ("bfloat16"), or the mode ("mxfp4") of floating-point formats.
         bits: per weight if quantised (the most, where projections differ), else None.
-        backend: "cpu", "stock", or a plan's static executor, "host" or "coreml", beside which
-            the cold path is "cpu", or "stock" where MLX computes on the GPU.
+        backend: "cpu", "stock", "mlx" (its operations on experts that stay on disk), or a plan's
+            static executor, "host" or "coreml", beside which the cold path is "cpu", or "stock"
+            where MLX computes on the GPU.
         residency: what a plan does here, in words; None without one.
     """
 

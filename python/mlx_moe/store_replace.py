@@ -1,5 +1,6 @@
 """Put the experts of a model into a store, and back into the model."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from .bank_store import BankStore
 from .errors import InvalidArgument, UnsupportedLayer
 from .expert_memory import ExpertMemory
 from .find import named_modules
@@ -16,7 +18,9 @@ from .layers import PROJECTIONS
 from .machine import as_size
 from .placeholders import placeholder
 from .replacement import ReplacedLayer
-from .store import ExpertStore
+from .store import ExpertStore, StoredLayer
+from .store_bank import Shapes
+from .store_bank_ops import BankLayer, bank_layers
 from .store_counts import counts_path
 from .store_files import PARTS, Checkpoint, StoredExperts, slot_bytes, stored_experts
 from .store_names import convert_command, tensor_names
@@ -32,7 +36,7 @@ Found = list[tuple[Any, ReplacedLayer]]  # modules and their rows
 class PreparedStore:
     """A store that is open for a model which is not changed yet."""
 
-    store: ExpertStore
+    store: ExpertStore | BankStore
     stored: dict[str, Stored]
     note: str
 
@@ -52,8 +56,12 @@ def open_store(
     found: Found,
     memory: ExpertMemory,
     checkpoint: str | Path | None,
+    ops: bool,
 ) -> PreparedStore:
     """Find the experts of `found` in a checkpoint and open a store of them; changes nothing.
+
+    Args:
+        ops: for MLX's own operations, else for the CPU kernels.
 
     Raises:
         InvalidArgument: no limit, or no checkpoint.
@@ -70,26 +78,45 @@ def open_store(
     files = Checkpoint.open(directory)
     names = tensor_names(model, files)
     experts = [_experts(files, names, directory, module, row) for module, row in found]
-    total = sum(e.experts * slot_bytes(files, e) for e in experts)
+    shapes = {row.name: _shapes(module, row) for module, row in found}
+    size = {e.name: _expert_bytes(shapes[e.name]) if ops else slot_bytes(files, e) for e in experts}
+    total = sum(e.experts * size[e.name] for e in experts)
     others = sum(facts.nbytes for facts in files.tensors.values()) - _bytes(files, experts)
     limit = memory.bytes(total, others)
     identity = identity_of_files(directory)
-    store = ExpertStore(
-        files,
-        experts,
-        limit,
-        top_k={row.name: row.top_k for _, row in found if row.top_k},
-        policy=memory.policy,
-        counts=counts_path(identity) if memory.counts else None,
-        identity=identity,
-        prefetch=memory.prefetch,
-        direct=memory.direct,
-    )
-    layers = store.layers
+    how: dict[str, Any] = {
+        "top_k": {row.name: row.top_k for _, row in found if row.top_k},
+        "policy": memory.policy,
+        "counts": counts_path(identity) if memory.counts else None,
+        "identity": identity,
+    }
+    store: ExpertStore | BankStore
+    layers: Mapping[str, StoredLayer | BankLayer]
+    if ops:
+        store = BankStore(files, experts, shapes, limit, **how)
+        layers = bank_layers(store)
+    else:
+        how |= {"prefetch": memory.prefetch, "direct": memory.direct}
+        store = ExpertStore(files, experts, limit, **how)
+        layers = store.layers
     stored = {
         row.name: Stored(layers[row.name], _placeholders(module, row)) for module, row in found
     }
     return PreparedStore(store, stored, _note(limit, total, directory))
+
+
+def _shapes(module: Any, row: ReplacedLayer) -> Shapes:
+    """Of one expert's arrays, by projection and part."""
+    return {
+        (child, key): (tuple(array.shape[1:]), array.dtype)
+        for child in PROJECTIONS[row._layer.kind]
+        for key, array in module[child].items()
+        if key in PARTS and array is not None
+    }
+
+
+def _expert_bytes(shapes: Shapes) -> int:
+    return sum(math.prod(shape) * dtype.size for shape, dtype in shapes.values())
 
 
 def _note(limit: int, total: int, directory: Path) -> str:

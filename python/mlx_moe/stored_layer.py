@@ -12,7 +12,7 @@ from .errors import ExpertsOnDisk, InvalidArgument
 from .layers import INDEX_DTYPES, Layer
 from .static import Ints
 from .static_path import StaticPath
-from .store import StoredLayer
+from .store_bank_ops import BankLayer
 from .store_forward import Forward, Glu, forward_of
 from .stored_linear import INSTEAD
 from .weights import FLOATS, promote
@@ -23,12 +23,12 @@ class Stored:
     """What replacement keeps of a layer in a store.
 
     Attributes:
-        layer: reads and runs its experts.
+        layer: reads and runs its experts: a `StoredLayer`, or a `BankLayer` in MLX's operations.
         placeholders: what stands in the module for their arrays, by projection and key.
         dtypes: of the experts' floating-point arrays.
     """
 
-    layer: StoredLayer
+    layer: Any
     placeholders: dict[tuple[str, str], mx.array]
     dtypes: tuple[mx.Dtype, ...] = field(init=False)
     width: int = field(init=False)
@@ -86,6 +86,9 @@ def forward(module: Any, layer: Layer, x: mx.array, indices: mx.array) -> Any:
     layer.counters.called(tokens)
     layer.top_k = indices.shape[-1]
     _check(stored, module, layer, x, indices)
+    if isinstance(stored.layer, BankLayer):
+        in_ops = BankCall(stored.layer, module, layer, x, indices)
+        return Deferred(in_ops) if layer.deferred and layer.observer else in_ops.run()
     static = layer.static if layer.static is not None and layer.static.takes(tokens) else None
     call = StoredCall(stored, module, layer, x, indices, static)
     watched = layer.observer is not None or static is not None
@@ -106,8 +109,45 @@ def _check(stored: Stored, module: Any, layer: Layer, x: mx.array, indices: mx.a
         raise InvalidArgument(f"{layer.name}: x is {x.shape}, indices are {indices.shape}")
 
 
+def no_gradients(name: str) -> Any:
+    """What stands for the stock forward where derivatives are asked for."""
+
+    def stock(*_: mx.array) -> mx.array:
+        raise ExpertsOnDisk(f"{name}: experts that stay on disk have no gradients; {INSTEAD}")
+
+    return stock
+
+
+def cannot_trace(name: str) -> ExpertsOnDisk:
+    return ExpertsOnDisk(
+        f"{name}: experts that stay on disk are read as the routing asks for them, which "
+        f"mx.compile and mx.vmap cannot trace; {INSTEAD}"
+    )
+
+
+class BankCall:
+    """One forward in MLX's operations (see `deferred.Experts`)."""
+
+    def __init__(self, bank: BankLayer, module: Any, layer: Layer, x: mx.array, indices: mx.array):
+        self.bank, self.module, self.layer, self.x, self.indices = bank, module, layer, x, indices
+        dtypes = [d for own in bank.experts.dtypes.values() for d in own]
+        self.dtype = promote(x.dtype, *dtypes)
+        self.shape = (*indices.shape, list(bank.experts.outputs.values())[-1])
+
+    def run(self, scores: mx.array | None = None) -> mx.array:
+        if self.layer.observer is not None:
+            self.layer.observer(self.module, self.layer, self.x, self.indices, scores)
+        # Their graph would be of slots that hold other experts by the time it runs.
+        x = eager(lambda x: x, no_gradients(self.layer.name), [self.x])
+        try:
+            y = self.bank.run(self.module, x, self.indices)
+        except CannotEvaluate:
+            raise cannot_trace(self.layer.name) from None
+        return y if scores is None else (y * scores).sum(axis=-2)
+
+
 class StoredCall:
-    """One forward (see `deferred.Experts`)."""
+    """One forward on the CPU kernels (see `deferred.Experts`)."""
 
     __slots__ = (
         *("dtype", "forward", "fused", "indices", "layer", "module", "observer", "shape"),
@@ -140,17 +180,9 @@ class StoredCall:
             return (self.run() * scores).sum(axis=-2)
         arrays = [self.x] if scores is None else [self.x, scores]
         try:
-            return eager(self._compute, self._no_gradients, arrays)
+            return eager(self._compute, no_gradients(self.layer.name), arrays)
         except CannotEvaluate:
-            raise ExpertsOnDisk(
-                f"{self.layer.name}: experts that stay on disk are read as the routing asks for "
-                f"them, which mx.compile and mx.vmap cannot trace; {INSTEAD}"
-            ) from None
-
-    def _no_gradients(self, *_: mx.array) -> mx.array:
-        raise ExpertsOnDisk(
-            f"{self.layer.name}: experts that stay on disk have no gradients; {INSTEAD}"
-        )
+            raise cannot_trace(self.layer.name) from None
 
     def _compute(self, x: mx.array, scores: mx.array | None = None) -> mx.array:
         ids = self.indices
