@@ -14,6 +14,8 @@ from stored_models import EXPERTS, assert_same, forwards, one_an_expert, save, s
 
 from mlx_moe import UnsupportedLayer, replace_moe_layers
 from mlx_moe.expert_memory import ExpertMemory
+from mlx_moe.store_files import Checkpoint
+from mlx_moe.store_names import tensor_names
 
 BY_NAME = {family.name: family for family in FAMILIES}
 # Fused, any activation with biases, two matrices.
@@ -161,3 +163,28 @@ def test_what_the_loader_transforms_is_refused_with_the_command_that_mends_it(
         expected = with_all_in_memory(model)
         streamed(model, save(model, tmp_path / "converted"), "40%")
         assert_same(forwards(model), expected)
+
+
+class Loader:
+    """What a family's loader may do to tensors."""
+
+    @staticmethod
+    def sanitize(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        parts = [weights["one"], weights["two"]]
+        return {
+            "renamed": weights["one"],
+            "stacked": mx.stack(parts),
+            "stacked otherwise": mx.stack(parts, axis=1),
+            "stack of another thing": mx.stack([parts[0], parts[1] * 2]),
+            "joined": mx.concatenate(parts),
+            "cast": weights["two"].astype(mx.float16),
+            "first of a stack": mx.stack(parts)[0],
+        }
+
+
+def test_only_whole_tensors_and_stacks_of_them_are_traced(tmp_path: Path) -> None:
+    folder = save({"one": mx.ones((2, 2)), "two": mx.zeros((2, 2))}, tmp_path)
+    stock = mx.stack
+    found = tensor_names(Loader(), Checkpoint.open(folder))  # type: ignore[arg-type]
+    assert found == {"renamed": ("one",), "stacked": ("one", "two")}
+    assert mx.stack is stock
