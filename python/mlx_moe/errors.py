@@ -75,3 +75,11 @@ class MemoryLimit(MoEError, ValueError):
 
 class ExpertsOnDisk(MoEError, RuntimeError):
     """Expert weights that stay on disk were needed in memory: to train, save, fuse or quantise."""
+
+
+class RankLost(MoEError, ConnectionError):
+    """Another process of the group ended, or cannot be reached."""
+
+
+class RankMismatch(MoEError, ValueError):
+    """The processes of a group differ in version, model, options or in what they compute."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchLinear
@@ -16,6 +16,9 @@ from .static import Ints
 from .static_path import StaticPath
 from .stats import DETAILS, Counters
 from .weights import FLOATS, PLAIN_KEYS, Linear, UnknownFormat, promote, shallow_copy
+
+if TYPE_CHECKING:
+    from .distributed_layer import RankedExperts
 
 PROJECTIONS = {"glu": ("gate_proj", "up_proj", "down_proj"), "mlp": ("fc1", "fc2")}
 LINEARS = frozenset({SwitchLinear, QuantizedSwitchLinear})
@@ -40,6 +43,7 @@ class Layer:
         packed: experts that a plan keeps in the kernels' own layout, too.
         follower: is told the ids of each forward, not evaluated, and may change static and packed.
         stored: where its experts are if they stay on disk (`stored_layer.Stored`).
+        ranked: runs every forward, with experts that are shared over ranks.
     """
 
     name: str
@@ -54,6 +58,7 @@ class Layer:
     packed: "PackedCopies | None" = field(default=None, compare=False)
     follower: Any = field(default=None, compare=False)
     stored: Any = field(default=None, compare=False)
+    ranked: "RankedExperts | None" = field(default=None, compare=False)
 
     @property
     def in_ops(self) -> bool:
@@ -109,6 +114,8 @@ def forward(module: Any, layer: Layer, x: mx.array, indices: mx.array) -> Any:
     tokens = x.size // x.shape[-1] if x.size else 0
     layer.counters.called(tokens)
     layer.top_k = indices.shape[-1]
+    if layer.ranked is not None:
+        return layer.ranked.forward(module, layer, x, indices)
     if reason := _stock_reason(module, layer, x, indices):
         layer.counters.fell_back(reason, DETAILS[reason])
         if layer.observer is not None:

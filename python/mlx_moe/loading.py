@@ -80,6 +80,8 @@ class Replaced:
             moe = f"{len(layers)} MoE layers {'replaced' if replaced else 'left to stock'}"
             if static := [layer for layer in self.moe.layers if layer.backend in EXECUTORS]:
                 moe += f", {len(static)} with a static path"
+            if self.plan.get("group") is not None:
+                moe += f" ({self.moe.note})"
         names = [layer.name for layer in self.dense.layers] if self.dense else []
         count = len([name for name in names if name != attention.NAME])
         dense = f", {count} dense layers replaced" if count else ""
@@ -155,6 +157,7 @@ def load(
     importance: Importance = "router",
     rebalance: bool = False,
     expert_memory: int | str | ExpertMemory | None = None,
+    group: Any = None,
     **options: Any,
 ) -> Any:
     """Load a model as `mlx_lm.load` does, with its layers replaced.
@@ -164,7 +167,8 @@ def load(
 
     Args:
         path_or_repo: a model directory or a Hugging Face repository id.
-        backend, plan, artifacts, overflow, importance, expert_memory: as for `replace_moe_layers`.
+        backend, plan, artifacts, overflow, importance, expert_memory, group: as for
+            `replace_moe_layers`. With `group`, only this rank's experts are read.
         rebalance: keep the plan up with routing as it shifts (`mlx_moe.follow`).
         **options: everything else goes to `mlx_lm.load` (adapter_path, lazy, ...).
 
@@ -184,13 +188,15 @@ def load(
     elif rebalance:
         raise InvalidArgument("rebalance keeps a plan up with routing: give plan")
     lazy = bool(options.pop("lazy", False))
+    if group is not None:
+        how["group"] = group
     if expert_memory is not None:
         how["expert_memory"] = ExpertMemory.of(expert_memory)
         how["expert_memory"].check()
     with missing_model_is_an_error(path_or_repo):
-        stock_lazy = lazy or expert_memory is not None
+        stock_lazy = lazy or expert_memory is not None or group is not None
         loaded = mlx_lm.utils.load(str(path_or_repo), lazy=stock_lazy, **options)
-        if plan is not None or expert_memory is not None:
+        if plan is not None or expert_memory is not None or group is not None:
             revision = {key: options[key] for key in ("revision",) if key in options}
             how["checkpoint"] = mlx_lm.utils._download(str(path_or_repo), **revision)
     replaced = replace_layers(loaded[0], backend, how)

@@ -38,7 +38,8 @@ def replaced_models(
         loaded: is called with each model. A server lets go of a model to load another:
             do not keep what is passed where that may happen.
         plan: further arguments of `replace_moe_layers`: plan, artifacts, expert_memory, ... With
-            expert_memory models are loaded lazily, and read once their experts are in the store.
+            expert_memory or group, models are loaded lazily, and read once their experts are
+            elsewhere.
 
     Raises:
         InvalidArgument: the CPU kernels cannot run here; before a model is loaded.
@@ -55,7 +56,8 @@ def replaced_models(
     @functools.wraps(stock)
     def load_model(model_path: Any, *args: Any, **kwargs: Any) -> tuple[nn.Module, dict[str, Any]]:
         bound = inspect.signature(stock).bind(model_path, *args, **kwargs)
-        read_now = "expert_memory" in (plan or {}) and not bound.arguments.get("lazy", False)
+        elsewhere = {"expert_memory", "group"} & (plan or {}).keys()
+        read_now = bool(elsewhere) and not bound.arguments.get("lazy", False)
         if read_now:
             bound.arguments["lazy"] = True
         with missing_model_is_an_error(model_path):

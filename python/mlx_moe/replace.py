@@ -9,6 +9,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from . import core, probe
+from .distributed_replace import Shared, check_alone, check_restorable, is_shared, share, unshare
 from .errors import InvalidArgument, NoMoELayers, UnsupportedLayer
 from .expert_memory import ExpertMemory
 from .find import family_of, find_modules, named_modules, switch_kind, top_k_of
@@ -59,6 +60,7 @@ def replace_moe_layers(
     importance: Importance = "router",
     expert_memory: int | str | ExpertMemory | None = None,
     checkpoint: str | Path | None = None,
+    group: Any = None,
     strict: bool = True,
 ) -> Replacement:
     """Run the expert layers of `model` through the C++ kernels.
@@ -90,8 +92,10 @@ def replace_moe_layers(
             is stock, MLX's operations compute from slots in MLX's arrays. Training,
             gradients, `mx.compile`, adapters on experts, saving and quantising raise
             ExpertsOnDisk instead of running stock code.
-        checkpoint: the model's directory: expert_memory reads it, and a plan's files are compared
-            with it.
+        checkpoint: the model's directory: expert_memory reads it, group reads from it this
+            rank's experts and no others, and a plan's files are compared with it.
+        group: of `mx.distributed`, or `mlx_moe.distributed.Ranks`: each rank takes its share of
+            the experts, and lets go of the others. Every rank calls this in the same way.
         strict: if False, layers that cannot be replaced stay stock and are listed so.
 
     Returns:
@@ -101,6 +105,7 @@ def replace_moe_layers(
         InvalidArgument: an argument is not one of the above, there is no Core ML here, the CPU
             kernels cannot run as MLX_MOE_ISA or MLX_MOE_NUM_THREADS says, or the plan's layers
             are not the model's.
+        RankMismatch, RankLost: the ranks of `group` do not fit together, or one of them ended.
         IdentityMismatch: the plan is another model's.
         CorruptFile: the plan or its artifacts are not what was written.
         NoMoELayers: the model has no expert layers; nothing was changed.
@@ -114,6 +119,8 @@ def replace_moe_layers(
     check_choice("importance", importance, IMPORTANCES)
     target = resolve_backend(backend)
     _check_plan_arguments(plan, artifacts, backend)
+    if group is not None:
+        check_alone(plan=plan, expert_memory=expert_memory)
     if expert_memory is not None:
         ExpertMemory.of(expert_memory).check()
     logged: set[str] = set()
@@ -121,8 +128,9 @@ def replace_moe_layers(
     kept = backend == "auto" and any(is_stored(module) for _, module, _ in modules)
     if target == "stock" and (expert_memory is not None or kept):
         target = "mlx"  # its operations, on slots
+    kernels = "cpu" if group is not None else target  # where ranks have their parts in any case
     found = [
-        (module, examine(module, name, parent, target, strict, logged))
+        (module, examine(module, name, parent, kernels, strict, logged))
         for name, module, parent in modules
     ]
     if not found:
@@ -130,6 +138,10 @@ def replace_moe_layers(
             f"{type(model).__module__}.{type(model).__name__} has no expert layers "
             "(no SwitchGLU, SwitchMLP or module of that shape); nothing was replaced"
         )
+    if group is not None:
+        _check_not_elsewhere(found, is_stored)
+        return _replace(model, found, None, None, share(model, found, group, checkpoint, target))
+    _check_not_elsewhere(found, is_shared)
     store = prepared = None
     if expert_memory is not None:
         memory = ExpertMemory.of(expert_memory)
@@ -155,11 +167,20 @@ def _check_plan_arguments(plan: Any, artifacts: Any, backend: str) -> None:
         raise InvalidArgument("backend='stock' uses no plan: leave plan=None")
 
 
+def _check_not_elsewhere(found: list[tuple[Any, ReplacedLayer]], elsewhere: Any) -> None:
+    if any(elsewhere(module) for module, _ in found):
+        raise InvalidArgument(
+            "the model's experts are on disk or shared over ranks already; "
+            "restore_moe_layers(model) first"
+        )
+
+
 def _replace(
     model: nn.Module,
     found: list[tuple[Any, ReplacedLayer]],
     prepared: Prepared | None,
     store: PreparedStore | None,
+    ranked: Shared | None = None,
 ) -> Replacement:
     """Change the modules; nothing here fails."""
     shared = prepared.shared if prepared else []
@@ -178,7 +199,9 @@ def _replace(
         prepared.attach(rows)
     if store is not None:
         store.attach(found)
-    notes = [prepared.opened.note if prepared else None, store.note if store else None]
+    if ranked is not None:
+        ranked.attach()
+    notes = [part.note for part in (prepared and prepared.opened, store, ranked) if part]
     note = "\n".join(text for text in notes if text) or None
     return Replacement(rows, model, restore_moe_layers, note, report_of(found))
 
@@ -187,8 +210,10 @@ def restore_moe_layers(model: nn.Module) -> None:
     """Undo `replace_moe_layers` on every layer of `model`; without any, do nothing.
 
     Experts that stay on disk become lazily loaded arrays of the same files. Raises FileChanged,
-    with nothing changed, if these are no longer what they were.
+    with nothing changed, if these are no longer what they were, and InvalidArgument if experts of
+    other ranks were let go.
     """
+    check_restorable(list(named_modules(model).values()))
     restore_experts(model)
     for module in named_modules(model).values():
         unswap(module, "_moe_layer")
@@ -197,7 +222,7 @@ def restore_moe_layers(model: nn.Module) -> None:
 
 def swap(module: Any, row: ReplacedLayer, make_class: Any, attribute: str) -> None:
     """Give `module` the class that `row` asks for, and the row the state that it uses."""
-    if row.backend == "stock":
+    if row._layer is None:
         unswap(module, attribute)
         return
     if attribute in module.__dict__:
@@ -208,8 +233,9 @@ def swap(module: Any, row: ReplacedLayer, make_class: Any, attribute: str) -> No
 
 
 def unswap(module: Any, attribute: str) -> None:
-    if module.__dict__.pop(attribute, None) is not None:
+    if (state := module.__dict__.pop(attribute, None)) is not None:
         module.__class__ = type(module)._moe_base
+        unshare(module, state)
 
 
 def examine(

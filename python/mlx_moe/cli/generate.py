@@ -8,11 +8,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from ..distributed import Ranks
 from ..loading import Replaced, missing_model_is_an_error
 from ..patch import attribute, replaced_models
 from . import report
 from .common import add_plan_options, add_stats_option, call_stock, command, plan_arguments
 from .compare import Comparison
+from .ranks import add_rank_options, launched_ranks
 from .streaming import add_memory_options, longer_steps, memory_arguments
 
 
@@ -26,6 +28,7 @@ def build_parser(stock_parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     add_plan_options(ours)
     add_memory_options(ours)
     add_stats_option(ours)
+    add_rank_options(ours)
     ours.add_argument(
         "--compare",
         action="store_true",
@@ -41,6 +44,11 @@ def reporting(load: Callable[..., Any]) -> Callable[..., Any]:
             return load(name, *args, **kwargs)
 
     return wrapped
+
+
+def _agreed(ranks: Ranks, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The stock sampler, with rank 0's choices."""
+    return ranks.sampler(make(*args, **kwargs))
 
 
 @command
@@ -61,8 +69,19 @@ def main(argv: list[str] | None = None) -> int:
         if args.compare:
             parser.error("--compare does not go with --expert-memory: stock needs all experts")
         arguments = longer_steps(arguments)
+    alone = {
+        "--plan": args.plan,
+        "--expert-memory": args.expert_memory,
+        "--compare": args.compare,
+        "--draft-model": args.draft_model,
+    }
 
     with ExitStack() as stack:
+        ranks = stack.enter_context(launched_ranks(args, alone))
+        if ranks is not None:
+            plan["group"] = ranks
+            sampler = functools.partial(_agreed, ranks, stock.make_sampler)
+            stack.enter_context(attribute(stock, "make_sampler", sampler))
         models: list[Replaced] = []
         stack.enter_context(replaced_models(args.backend, models.append, plan))
         stack.enter_context(attribute(stock, "setup_arg_parser", lambda: parser))
@@ -71,7 +90,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.compare:
             stack.enter_context(attribute(stock, "stream_generate", comparison))
         code = call_stock("mlx_moe.generate", stock.main, arguments)
-        report.write([record for model in models for record in report.records(model)], args.stats)
+        if ranks is None or ranks.first:
+            records = [record for model in models for record in report.records(model)]
+            report.write(records, args.stats)
         if args.compare:
             print(comparison.against_stock(), file=sys.stderr)
     return code
