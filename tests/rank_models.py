@@ -178,6 +178,23 @@ def disagree(ranks: Ranks) -> dict[str, Any]:
     return {"errors": {k: error(got[k], want[k]) for k in want}, "sends": ranks.sends_routing}
 
 
+def sharded(ranks: Ranks) -> dict[str, Any]:
+    """mlx-lm's own sharding: the block sums, our layers compute their partial sums."""
+    model = model_of("fused, slices")
+    replacement = mlx_moe.replace_moe_layers(model)
+    want = forwards(model)
+    replacement.restore()
+    model.shard(ranks.group)
+    found: dict[str, Any] = {}
+    for name, group in (("without group", None), ("with group", ranks)):
+        replacement = mlx_moe.replace_moe_layers(model, group=group)
+        before = sum(mlx_moe.core.calls().values())
+        got = forwards(model)
+        found[name] = {k: error(got[k], want[k]) for k in want}
+        found[f"kernels {name}"] = sum(mlx_moe.core.calls().values()) - before
+    return found | {"note": replacement.note}
+
+
 def main() -> None:
     folder, example_path = Path(sys.argv[1]), sys.argv[2]
     ranks = join(timeout=30)
@@ -186,6 +203,7 @@ def main() -> None:
     found["refusals"] = refusals(ranks)
     found["example"] = example(ranks, example_path)
     found["disagree"] = disagree(ranks)
+    found["sharded"] = sharded(ranks)
     ranks.finish()
     (folder / f"found{ranks.rank}.json").write_text(json.dumps(found))
 

@@ -97,3 +97,12 @@ def test_routing_is_that_of_rank_0(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["disagree"]["sends"]
         assert max(rank["disagree"]["errors"].values()) < F32
+
+
+def test_models_that_mlx_lm_shards(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        sharded = rank["sharded"]
+        for how in ("without group", "with group"):
+            assert max(sharded[how].values()) < F32
+            assert sharded[f"kernels {how}"] == 4  # two layers, two forwards
+        assert "2 layers are summed by their own blocks" in sharded["note"]

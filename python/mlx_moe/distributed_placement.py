@@ -6,9 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from .schedule import Experts, Unit, place
+
 Parts = NDArray[np.uint32]  # [E, ranks], of `shards` equal parts of each expert
 
 WHOLE_LANES = 64  # inner features that the kernels like to have together
+ROOM = 1.1  # times its even share of the experts' bytes that a rank may hold
+DISPATCH = 1.0  # assignments that an expert with work costs beside them
+SPLIT_GAIN = 0.01  # of a layer's time that cutting an expert must save
 
 
 @dataclass(frozen=True)
@@ -78,49 +83,13 @@ def place_layer(
     if cut and split == "all":
         parts = np.ones((len(load), ranks), np.uint32)
     else:
-        parts = place(load, ranks, shards)
+        parts = _scheduled(load, ranks, shards)
     return Placement(parts, shards, inner, unit)
 
 
-def place(load: NDArray[np.float64], ranks: int, shards: int) -> Parts:
-    """Longest first to the rank that has least to do and room; what is left over of an even
-    number for each rank, and the expert that one would wait for, is cut where that is possible."""
-    count = len(load)
-    cut = shards == ranks
-    left_over = count % ranks if cut else 0
-    room = np.full(ranks, -(-(count - left_over) // ranks))
-    order = np.argsort(-load, kind="stable")
-    parts = np.zeros((count, ranks), np.uint32)
-    todo = np.zeros(ranks)
-    for place, expert in enumerate(order):
-        if place < left_over:  # the hottest
-            parts[expert] = 1
-            todo += load[expert] / ranks
-            continue
-        rank = min((r for r in range(ranks) if room[r]), key=lambda r: (todo[r], r))
-        parts[expert, rank] = shards
-        todo[rank] += load[expert]
-        room[rank] -= 1
-    if cut:
-        _cut_hot(load, parts, todo)
-    return parts
-
-
-def _cut_hot(load: NDArray[np.float64], parts: Parts, todo: NDArray[np.float64]) -> None:
-    """Cut an expert of each rank at a time, the hottest ones, while that evens the work."""
-    ranks = parts.shape[1]
-    while todo.max() > 1.02 * todo.mean():
-        hottest = []
-        for rank in range(ranks):
-            whole = np.flatnonzero(parts[:, rank] > 1)
-            if not len(whole):
-                return
-            hottest.append(whole[np.argmax(load[whole])])
-        after = todo.copy()
-        for rank, expert in enumerate(hottest):
-            after += load[expert] / ranks
-            after[rank] -= load[expert]
-        if after.max() >= todo.max():
-            return
-        parts[hottest] = 1
-        todo[:] = after
+def _scheduled(load: NDArray[np.float64], ranks: int, shards: int) -> Parts:
+    """By the scheduler, for ranks that are equally fast: time counts in assignments."""
+    room = max(ROOM * len(load) / ranks, -(-len(load) // ranks))
+    units = [Unit(f"rank {rank}", 1.0, DISPATCH, memory=room) for rank in range(ranks)]
+    experts = Experts(len(load), nbytes=1.0, shards=shards)
+    return place(load, units, experts, split_gain=SPLIT_GAIN).parts

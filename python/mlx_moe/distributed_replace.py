@@ -16,7 +16,7 @@ from .distributed_placement import Placement, place_layer
 from .distributed_weights import InMemory, OnDisk, Source, arrays_of, local_module
 from .durable import digest
 from .errors import InvalidArgument, UnsupportedLayer
-from .find import find_modules, switch_kind
+from .find import find_modules, named_modules, switch_kind
 from .identity import identity_of_files, identity_of_model
 from .layers import LINEARS, PROJECTIONS, Layer
 from .placeholders import placeholder
@@ -114,7 +114,7 @@ def share(
     sharded = {
         id(module)
         for _, module, parent in find_modules(model, lambda m: switch_kind(m) is not None)
-        if getattr(parent, "sharding_group", None) is not None
+        if _is_sharded(parent)
     }
     mine = [(m, row) for m, row in found if id(m) not in sharded and row._layer is not None]
     for module, row in mine:
@@ -146,6 +146,11 @@ def share(
     if sharded:
         note += f"; {len(sharded)} layers are summed by their own blocks (shard())"
     return Shared(loaded, note)
+
+
+def _is_sharded(block: Any) -> bool:
+    """Whether a block sums over ranks itself."""
+    return getattr(block, "sharding_group", None) is not None
 
 
 def _check(module: Any, row: ReplacedLayer) -> None:
@@ -181,7 +186,12 @@ def _agree(
     mine: Sequence[tuple[Any, ReplacedLayer]],
     placements: Sequence[Placement],
 ) -> None:
-    identity = identity_of_model(model) if checkpoint is None else identity_of_files(checkpoint)
+    if checkpoint is not None:
+        identity: Any = {**asdict(identity_of_files(checkpoint)), "name": None}
+    elif any(map(_is_sharded, named_modules(model).values())):
+        identity = None  # the ranks' weights differ, and are not ours to share
+    else:
+        identity = asdict(identity_of_model(model))
     layers = [
         [row.name, row._layer.kind, [list(a.shape) for a in arrays_of([module], row._layer.kind)]]
         for module, row in mine
@@ -189,7 +199,7 @@ def _agree(
     parts = [[p.parts.tolist(), p.shards, p.unit] for p in placements]
     ranks.agree(
         {
-            "the model": digest({**asdict(identity), "name": None})[:12],
+            "the model": digest(identity)[:12],
             "the list of layers": digest(layers)[:12],
             "the placement of experts": digest(parts)[:12],
             "whether a checkpoint is given": checkpoint is not None,

@@ -58,8 +58,8 @@ def _guarded(stock: Callable[..., Any]) -> Callable[..., Any]:
             if is_placeholder(array):
                 raise ExpertsOnDisk(
                     f"{name} stays in the checkpoint's files (expert_memory), or on other ranks "
-                    "(group), and cannot be saved from here: load the model without expert_memory or "
-                    "group, or restore_moe_layers(model)"
+                    "(group), and cannot be saved from here: load the model without expert_memory "
+                    "or group, or restore_moe_layers(model)"
                 )
         return stock(*args, **kwargs)
 
