@@ -197,7 +197,7 @@ def sharded(ranks: Ranks) -> dict[str, Any]:
 
 def main() -> None:
     folder, example_path = Path(sys.argv[1]), sys.argv[2]
-    ranks = join(timeout=30)
+    ranks = join(timeout=120)
     assert ranks is not None
     found: dict[str, Any] = {"cases": {c: compare(c, ranks, folder) for c in CASES}}
     found["refusals"] = refusals(ranks)
