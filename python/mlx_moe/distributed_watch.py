@@ -30,7 +30,7 @@ class Watchdog(threading.Thread):
         self.tick = min(0.5, timeout / 8)
         self._waits: tuple[str, float, float] | None = None  # for what, since when, how long
         self._gone: tuple[str, float] | None = None  # who went, and when
-        self._left: str | None = None  # who is done
+        self._left: tuple[str, float] | None = None  # who is done, and since when
         self._lines: dict[int, Line] = {}
         self._wake, self._woken = socket.socketpair()
         self._closed = False
@@ -73,7 +73,8 @@ class Watchdog(threading.Thread):
         """What to say of an error in a collective."""
         if self._gone is None:  # the line may tell within a moment who it was
             time.sleep(min(0.5, 2 * self.tick))
-        who = self._gone[0] if self._gone else self._left or "another rank ended or was cut off"
+        known = self._gone or self._left
+        who = known[0] if known else "another rank ended or was cut off"
         return f"rank {self.rank} of {self.size}: {who}, seen in {what} ({error})"
 
     # --- the thread ---------------------------------------------------------------------------
@@ -108,7 +109,7 @@ class Watchdog(threading.Thread):
                 self._goes(text.decode(errors="replace"), now)
             elif kind == DONE:
                 self._drop(rank)
-                self._left = f"rank {rank} ended"
+                self._left = (f"rank {rank} ended", now)
                 return
         if line.broken:
             self._drop(rank)
@@ -131,11 +132,11 @@ class Watchdog(threading.Thread):
                 line.send(FAILED, who.encode())
 
     def _judge(self, now: float) -> None:
-        if self._left is not None and self._waits is not None:  # it will not come
-            self._goes(self._left, now)
+        left, waits = self._left, self._waits
+        if left is not None and waits is not None and now - max(left[1], waits[1]) >= GRACE:
+            self._end(left[0])  # it will not come
         if self._gone is not None and now - self._gone[1] >= GRACE:
             self._end(self._gone[0])
-        waits = self._waits
         later = self.timeout / 2 if self._lines else 0.0  # a line may tell who it is, until then
         if waits is not None and now - waits[1] > waits[2] + later:
             self._end(
