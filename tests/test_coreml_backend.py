@@ -57,6 +57,7 @@ def core_ml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     outcomes: dict[str, str] = {}
     monkeypatch.setenv("MLX_MOE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(core, "coreml_missing", lambda: "")
+    monkeypatch.setattr(coreml_load, "system_macos", lambda: 15)  # where tests run on 14 too
     opened = CoreMLPrograms.open
 
     def on_host(manifest: Manifest, ids: list[str]) -> CoreMLPrograms:

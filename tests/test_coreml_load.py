@@ -81,6 +81,7 @@ class Here:
 @pytest.fixture
 def artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Manifest:
     monkeypatch.setenv("MLX_MOE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(coreml_load, "system_macos", lambda: 15)  # where tests run on 14 too
     found = manifest(tmp_path)
     found.save()
     return found
@@ -133,6 +134,7 @@ def test_packages_for_each_capacity_are_prepared_together_and_loaded(
 def test_functions_are_refused_on_macos_14(
     artifacts: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(coreml_load, "system_macos", lambda: 14)
     monkeypatch.setattr("platform.mac_ver", lambda: ("14.6.1", ("", "", ""), "arm64"))
     fake = fake_core(tmp_path)
     with pytest.raises(InvalidArgument, match=r"for macOS 15 and this is 14.6.1: .*--macos 14"):
