@@ -21,7 +21,7 @@ from mlx_moe.cache_replay import CHOICES, best_policy, replay
 from mlx_moe.errors import CorruptFile, InvalidArgument, MoEError
 from mlx_moe.identity import ModelIdentity
 from mlx_moe.store_counts import FEWEST, LARGEST, ExpertCounts, counts_path, load_counts
-from mlx_moe.store_prefetch import WINDOW, WINDOWS, Trial
+from mlx_moe.store_prefetch import WINDOW, WINDOWS, Ahead, Trial
 
 LAYERS = [("a", 4), ("b", 5)]
 
@@ -41,6 +41,34 @@ def test_counts_and_what_follows_what() -> None:
     assert len(counts.likely_next(0, np.array([3]))[0]) == 0
     counts.add(1, np.tile([[3, 4]], (50, 1)), np.tile([[0, 1]], (50, 1)))  # a prompt
     np.testing.assert_array_equal(counts.follows[0], expected)
+
+
+@pytest.mark.parametrize("k", ((2, 2, 2), (2, 1, 2)))
+def test_tokens_counted_in_one_go_are_counted_as_one_by_one(k: Any, tmp_path: Path) -> None:
+    layers = [("a", 4), ("b", 5), ("c", 6)]
+    given, expected = ExpertCounts(layers), ExpertCounts(layers)
+    trial = Trial(lambda: {"stall_seconds": 0.0, "prefetch_issued": 0, "prefetch_useful": 0})
+    ahead = Ahead(given, trial, lambda *_: None)
+    rng = np.random.default_rng(2)
+    tokens = whole = 0
+    for _ in range(60):  # whole tokens, prompts, tokens that begin or end half way
+        kind, before = rng.integers(4), None
+        first, last = (int(kind == 2), 3 - int(kind == 3))
+        count = 3 if kind == 1 else 1
+        for layer in range(first, last):
+            experts = layers[layer][1]
+            ids = np.array([rng.permutation(experts)[: k[layer]] for _ in range(count)])
+            ahead.routed(layer, ids)
+            expected.add(layer, ids, before)
+            before = ids
+        tokens += count == 1 and first == 0
+        whole += count == 1 and last - first == 3
+    ahead.save(tmp_path / "counts.npz")
+    for mine, other in zip(
+        (*given.uses, *given.follows), (*expected.uses, *expected.follows), strict=True
+    ):
+        np.testing.assert_array_equal(mine, other)
+    assert len(given.recent) == whole and trial._steps == tokens
 
 
 def test_the_order_of_warming_is_by_benefit_a_byte() -> None:
@@ -271,7 +299,7 @@ def test_the_policy_is_chosen_by_what_was_decoded(tmp_path: Path) -> None:
     layers = make_layers()
     folder, path = write_checkpoint(tmp_path / "model", layers), tmp_path / "counts.npz"
     with opened(folder, layers, 6, counts=path, policy="auto") as store:
-        assert store.policy == "lru"
+        assert store.policy == "lfu:32"
         runs = list(zip(store.layers.values(), layers.values(), strict=True))
         forwards = [forward_for(stored.experts, layer) for stored, layer in runs]
         x = inputs(1)[0]

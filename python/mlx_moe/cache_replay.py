@@ -13,8 +13,10 @@ from .cache_trace import Trace
 from .errors import InvalidArgument, MemoryLimit
 
 DECODE_TOKENS = 4  # forwards of so few tokens count as decoding
-PERIODS = (32, 128, 512)  # tokens after which lfu's counts are halved, that are tried
-TOKENS = 128  # ... without a trace
+# Tokens after which lfu's counts are halved, that are tried. Longer ones gain 0.3 points of hits on
+# texts of one kind, and lose up to 9 where the subject changes.
+PERIODS = (16, 32, 64)
+TOKENS = 32  # ... without a trace: never behind lru on the recorded ones
 CHOICES = ("lru", *(f"lfu:{tokens}" for tokens in PERIODS))
 
 

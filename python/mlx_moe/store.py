@@ -73,7 +73,7 @@ class ExpertStore:
             top_k: experts a token by a layer's name; the limit must hold those of any layer.
             policy: "lru", "lfu", "lfu:TOKENS" (counts are halved after so many tokens), "pinned",
                 or "auto": the one that would have read least for the tokens that were decoded
-                last, as kept with the counts; "lru" while there are too few.
+                last, as kept with the counts; "lfu:32" while there are too few.
             pinned: (layer, expert) that go last under "pinned".
             counts: the file that counts are kept in between runs, see `counts_path`.
             identity: the model; counts of another one are not used.
@@ -146,7 +146,7 @@ class ExpertStore:
     def _choose(self, sizes: list[int]) -> str:
         """The policy that would have been best for what was decoded last."""
         trace = self.counts.trace(sizes)
-        return "lru" if trace is None else best_policy(trace, self.memory)
+        return f"lfu:{TOKENS}" if trace is None else best_policy(trace, self.memory)
 
     def _expected(self, tokens: int) -> list[int]:
         """What lfu's counts begin with: as if so many tokens had been like those of before."""
@@ -199,8 +199,7 @@ class ExpertStore:
     def save_counts(self) -> None:
         """Add the counts to their file, if there is one."""
         if self._path is not None:
-            with self.ahead.lock:
-                self.counts.save(self._path)
+            self.ahead.save(self._path)
 
     def keep_counts(self) -> None:
         """Save the counts now and then, so that a process that is killed has kept most of them."""
@@ -231,8 +230,7 @@ def _finish(
     report.final = report.figures(reader.stats(), ahead.trial.decided)
     reader.close()
     if path is not None:
-        with ahead.lock:
-            _logged(lambda: ahead.counts.save(path))
+        _logged(lambda: ahead.save(path))
 
 
 def _logged(save: Callable[[], None]) -> None:
@@ -273,18 +271,19 @@ class StoredLayer:
             ReadFailed, FileChanged, StoreBusy, StoreClosed: see errors.
         """
         store, chosen = self.store, np.array(ids)
-        if chosen.size and not 0 <= chosen.min() <= chosen.max() < self.experts.experts:
-            raise InvalidArgument(
-                f"{self.experts.name}: expert {chosen.max()} of {self.experts.experts}"
-            )
-        store.ahead.routed(self.number, chosen)
         if self.number == 0:
             store.keep_counts()
         if chosen.size > self.capacity:
             wanted = np.unique(chosen).astype(np.int64)
             if len(wanted) > self.capacity:
+                if not 0 <= wanted[0] <= wanted[-1] < self.experts.experts:
+                    raise InvalidArgument(
+                        f"{self.experts.name}: expert {wanted[-1]} of {self.experts.experts}"
+                    )
+                store.ahead.routed(self.number, chosen)
                 return self._in_waves(x, chosen, scores, forward, wanted)
-        with store._core.acquire(self.number, chosen) as held:
+        with store._core.acquire(self.number, chosen) as held:  # which checks the experts
+            store.ahead.routed(self.number, chosen)
             store.ahead.guess(self.number, chosen)
             return forward.whole(x, ids, scores, held.matrices)
 

@@ -43,11 +43,14 @@ class ExpertCounts:
 
     def __init__(self, layers: Sequence[tuple[str, int]], identity: ModelIdentity | None = None):
         self.layers, self.identity = [(name, int(experts)) for name, experts in layers], identity
-        self.uses = [np.zeros(experts, np.uint32) for _, experts in self.layers]
-        sizes = [experts for _, experts in self.layers]
-        self.follows = [
-            np.zeros(pair, np.uint32) for pair in zip(sizes[:-1], sizes[1:], strict=True)
-        ]
+        sizes = np.array([experts for _, experts in self.layers], np.int64)
+        pairs = sizes[:-1] * sizes[1:]
+        # One array each, so that a token is counted in all layers at once; others are views.
+        self._uses, self._follows = (np.zeros(int(n.sum()), np.uint32) for n in (sizes, pairs))
+        self._first, self._first_pair = np.cumsum(sizes) - sizes, np.cumsum(pairs) - pairs
+        self.uses = np.split(self._uses, np.cumsum(sizes)[:-1])
+        parts = np.split(self._follows, np.cumsum(pairs)[:-1]) if len(pairs) else []
+        self.follows = [part.reshape(-1, n) for part, n in zip(parts, sizes[1:], strict=True)]
         self.recent: deque[list[NDArray[np.int64]]] = deque(maxlen=RECENT)
         self._saved = self._copy()  # what of it is in the file already
         self._added = 0  # tokens of `recent` that are not in the file
@@ -65,6 +68,19 @@ class ExpertCounts:
             self.uses[layer][chosen] += 1
             if before is not None and len(before) == len(ids):
                 self.follows[layer - 1][before[token][:, None], chosen] += 1
+
+    def add_token(self, first: int, token: list[NDArray[Any]]) -> None:
+        """One token: its distinct experts [k] of each layer from `first` on."""
+        if len({len(ids) for ids in token}) > 1:
+            for i, ids in enumerate(token):
+                self.add(first + i, ids[None], token[i - 1][None] if i else None)
+            return
+        ids = np.array(token, np.int64)  # [layers, k]
+        last = first + len(token)
+        self._uses[self._first[first:last, None] + ids] += 1
+        width = np.array([experts for _, experts in self.layers[first + 1 : last]], np.int64)
+        rows = self._first_pair[first : last - 1, None] + ids[:-1] * width[:, None]
+        self._follows[rows[:, :, None] + ids[1:, None, :]] += 1
 
     def decoded(self, token: list[NDArray[Any]]) -> None:
         """One token passed every layer, with these experts [k] of each."""
@@ -163,7 +179,8 @@ class ExpertCounts:
         scratch = scratch_path(path)  # made first, so that it is private from its first byte
         os.close(os.open(scratch, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600))
         write_npz(path, meta, arrays)
-        self.uses, self.follows = total[:n], total[n:]
+        for own, array in zip((*self.uses, *self.follows), total, strict=True):
+            own[...] = array
         self._saved = self._copy()
         self._added = 0
 
@@ -184,7 +201,7 @@ class ExpertCounts:
                     found = arrays[f"{kind}.{i}"]
                     if found.dtype != np.uint32 or found.shape != array.shape:
                         raise CorruptFile(f"{path}: {kind}.{i} is {found.dtype} {found.shape}")
-                    own[i] = found
+                    own[i][...] = found
             counts.recent.extend(_recent(arrays, counts.layers))
         except (KeyError, TypeError, ValueError, MemoryError) as error:
             if isinstance(error, CorruptFile):

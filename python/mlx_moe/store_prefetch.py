@@ -3,6 +3,8 @@
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -82,35 +84,66 @@ class Trial:
             )
 
 
+@dataclass
+class _Token:
+    """What one thread's single token was routed to so far, layer by layer from `first` on."""
+
+    first: int
+    ids: list[NDArray[Any]]
+
+
 class Ahead:
-    """Counts what is used, and guesses from it what the next layer will need."""
+    """Counts what is used, and guesses from it what the next layer will need.
+
+    A single token is counted when it has passed all layers: a few calls of numpy then, not some
+    at every layer.
+    """
 
     def __init__(self, counts: ExpertCounts, trial: Trial, read: Callable[[int, Any], None]):
         """read: begins to read experts of a layer."""
         self.counts, self.trial, self._read = counts, trial, read
-        self._last = threading.local()
+        self._last: dict[int, tuple[int, NDArray[Any]]] = {}  # of each thread: layer, ids of some
+        self._tokens: dict[int, _Token] = {}  # of each thread
         self.lock = threading.Lock()
 
     def routed(self, layer: int, ids: NDArray[Any]) -> None:
-        """A forward of a layer is about to run with ids [T, k]."""
-        before = getattr(self._last, "ids", None)
-        if getattr(self._last, "layer", None) != layer - 1:
-            before = None
-        self._last.layer, self._last.ids = layer, ids
-        token = [] if layer == 0 or before is None else self._last.token
-        if len(ids) == 1:
-            token.append(ids[0])
-        self._last.token = token
+        """A forward of a layer has its experts, ids [T, k]."""
+        thread = threading.get_ident()
         with self.lock:
-            self.counts.add(layer, ids, before)
-            if layer == 0 and len(ids) == 1:
+            if len(ids) != 1:
+                self._flush(thread)
+                last, before = self._last.get(thread, (-1, None))
+                self.counts.add(layer, ids, before if last == layer - 1 else None)
+                self._last[thread] = layer, ids
+                return
+            if layer == 0:
                 self.trial.step()
-            if len(token) == len(self.counts.layers):
-                self.counts.decoded(token)
+            token = self._tokens.get(thread)
+            if token is None or layer == 0 or layer != token.first + len(token.ids):
+                self._flush(thread)
+                token = self._tokens[thread] = _Token(layer, [])
+            token.ids.append(ids[0])
+            if layer + 1 == len(self.counts.layers):
+                self._flush(thread)
+
+    def save(self, path: Path) -> None:
+        """Add the counts to a file, with what tokens on their way passed so far."""
+        with self.lock:
+            for thread in list(self._tokens):
+                self._flush(thread)
+            self.counts.save(path)
+
+    def _flush(self, thread: int) -> None:
+        token = self._tokens.pop(thread, None)
+        if token is None:
+            return
+        self.counts.add_token(token.first, token.ids)
+        if len(token.ids) == len(self.counts.layers):
+            self.counts.decoded(token.ids)
 
     def guess(self, layer: int, ids: NDArray[Any]) -> None:
         """Begin to read what the layer after this one is likely to need."""
-        if len(ids) != 1 or layer + 1 >= len(self.counts.layers) or not self.trial.on:
+        if not self.trial.on or len(ids) != 1 or layer + 1 >= len(self.counts.layers):
             return
         with self.lock:
             experts, chances = self.counts.likely_next(layer, ids[0])
