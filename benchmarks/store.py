@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--size", type=float, default=1.0, help="GB of experts (1)")
     parser.add_argument("--tokens", type=int, default=20, help="to decode in each case (20)")
     parser.add_argument("--domains", type=int, default=3, help=f"drawn from, to {DOMAINS} (3)")
-    parser.add_argument("--repeats", type=int, default=5, help="first tokens of each side (5)")
+    parser.add_argument("--repeats", type=int, default=7, help="first tokens of each side (7)")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure")
     parser.add_argument("--keep", action="store_true", help="files there, and use those found")
     parser.add_argument("--parts", nargs="+", choices=PARTS_OF_IT, default=PARTS_OF_IT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
@@ -47,7 +48,8 @@ def test_counts_and_what_follows_what() -> None:
 def test_tokens_counted_in_one_go_are_counted_as_one_by_one(k: Any, tmp_path: Path) -> None:
     layers = [("a", 4), ("b", 5), ("c", 6)]
     given, expected = ExpertCounts(layers), ExpertCounts(layers)
-    trial = Trial(lambda: {"stall_seconds": 0.0, "prefetch_issued": 0, "prefetch_useful": 0})
+    names, read = ("stall_seconds", "prefetch_issued", "prefetch_useful"), itertools.count()
+    trial = Trial(lambda: dict.fromkeys(names, 0) | {"bytes_read": next(read)})
     ahead = Ahead(given, trial, lambda *_: None)
     rng = np.random.default_rng(2)
     tokens = whole = 0
@@ -278,13 +280,14 @@ def test_what_the_next_layer_needs_is_read_ahead(tmp_path: Path) -> None:
 def test_reading_ahead_stays_only_where_it_helps(
     helps: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stats = {"stall_seconds": 0.0, "prefetch_issued": 1000, "prefetch_useful": 0}
+    stats = {"stall_seconds": 0.0, "prefetch_issued": 1000, "prefetch_useful": 0, "bytes_read": 0}
     trial = Trial(lambda: dict(stats))
     sides = []
     with caplog.at_level(logging.INFO, logger="mlx_moe"):
         for _ in range(2 * WINDOWS * WINDOW + 100):
             sides.append(trial.on)
             stats["stall_seconds"] += 0.001 if trial.on == helps else 0.002
+            stats["bytes_read"] += 1
             trial.step()
     assert trial.decided is helps and trial.on is helps
     tried = sides[: 2 * WINDOWS * WINDOW]
@@ -328,12 +331,36 @@ def test_the_policy_is_chosen_by_what_was_decoded(tmp_path: Path) -> None:
 
 def test_wrong_guesses_end_reading_ahead_early(caplog: pytest.LogCaptureFixture) -> None:
     for useful, goes_on in ((10, False), (100, True)):
-        stats = {"stall_seconds": 0.0, "prefetch_issued": 0, "prefetch_useful": 0}
+        stats = {"stall_seconds": 0, "prefetch_issued": 0, "prefetch_useful": 0, "bytes_read": 0}
         trial = Trial(lambda stats=stats: dict(stats))
         with caplog.at_level(logging.INFO, logger="mlx_moe"):
             for _ in range(WINDOW):
                 stats["prefetch_issued"] += 6
+                stats["bytes_read"] += 1
                 trial.step()
                 stats["prefetch_useful"] = useful
         assert trial.decided is (None if goes_on else False)
     assert "10 of 138 guesses were right" in caplog.text
+
+
+def test_nothing_is_guessed_while_nothing_has_to_be_read() -> None:
+    stats = {"stall_seconds": 0.0, "prefetch_issued": 0, "prefetch_useful": 0, "bytes_read": 0}
+    trial = Trial(lambda: dict(stats))
+
+    def decode(tokens: int, read: int) -> list[bool]:
+        sides = []
+        for _ in range(tokens):
+            sides.append(trial.on)
+            stats["bytes_read"] += read
+            stats["stall_seconds"] += read * (0.001 if trial.on else 0.002)
+            trial.step()
+        return sides
+
+    assert all(decode(WINDOW, 0)) and not any(decode(40 * WINDOW, 0))
+    assert trial.decided is None
+    # Reads again: after the window that shows it, the trial begins.
+    assert not any(decode(WINDOW, 1))
+    assert sum(decode(2 * WINDOWS * WINDOW, 1)) == WINDOWS * WINDOW
+    assert trial.decided is True and all(decode(2 * WINDOW, 1))
+    decode(WINDOW, 0)
+    assert not any(decode(WINDOW, 0)) and trial.decided is True

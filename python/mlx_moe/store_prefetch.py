@@ -27,38 +27,45 @@ class Trial:
 
     Attributes:
         decided: None while it is tried, then whether to go on.
+        needless: nothing had to be read of late; so nothing is guessed, and nothing learnt.
     """
 
     def __init__(self, stats: Callable[[], dict[str, Any]]):
         """stats: as of `core.Store`."""
         self.decided: bool | None = None
+        self.needless = False
         self._stats = stats
         self._steps = 0
         self._first: dict[str, Any] = {}
-        self._since = 0.0
+        self._before: dict[str, Any] = {}  # as of when the window began
         self._seconds: dict[bool, list[float]] = {True: [], False: []}
 
     @property
     def on(self) -> bool:
         """Whether to read ahead now."""
+        if self.needless:
+            return False
         if self.decided is not None:
             return self.decided
         return self._steps // WINDOW % 2 == 0
 
     def step(self) -> None:
         """A token was decoded."""
-        if self.decided is not None:
+        if self.decided is False:
             return
         if not self._steps:
-            self._first = self._stats()
-            self._since = self._first["stall_seconds"]
+            self._first = self._before = self._stats()
         on = self.on
         self._steps += 1
         if self._steps % WINDOW:
             return
-        now = self._stats()
-        self._seconds[on].append(now["stall_seconds"] - self._since)
-        self._since = now["stall_seconds"]
+        before, self._before = self._before, self._stats()
+        now, paused = self._before, self.needless
+        self.needless = now["bytes_read"] == before["bytes_read"]
+        if self.needless or paused or self.decided:
+            self._steps -= WINDOW  # as if it had not been
+            return
+        self._seconds[on].append(now["stall_seconds"] - before["stall_seconds"])
         issued, useful = (now[k] - self._first[k] for k in ("prefetch_issued", "prefetch_useful"))
         if issued >= GUESSES and useful < RIGHT * issued:
             self.decided = False
