@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -220,6 +221,17 @@ def test_load_of_a_file_that_is_no_directory(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(mlx_moe.ModelNotFound, match="Not a directory"):
         load(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize(("file", "keep"), (("model.safetensors", 30000), ("config.json", 9)))
+@pytest.mark.parametrize("options", ({}, {"expert_memory": "50%"}), ids=("memory", "disk"))
+def test_load_of_damaged_files(
+    tmp_path: Path, tiny_model_path: Path, file: str, keep: int, options: dict[str, str]
+) -> None:
+    shutil.copytree(tiny_model_path, tmp_path / "model")
+    os.truncate(tmp_path / "model" / file, keep)
+    with pytest.raises(mlx_moe.errors.CorruptFile, match=r"cut short|JSON"):
+        load(tmp_path / "model", **options)
 
 
 def test_a_wrong_environment_is_said_before_a_model_is_loaded(

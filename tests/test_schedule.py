@@ -301,6 +301,20 @@ NAN = math.nan
         (lambda: Scheduler(FOUR, Experts(1)).makespan([1]), "nothing is placed yet"),
         (lambda: Scheduler(FOUR, Experts(2)).observe_ids([2]), "from 0 to 1"),
         (lambda: Scheduler(FOUR, Experts(1)).observe([1, 2]), "2 values"),
+        (lambda: Scheduler(FOUR, Experts(1)).observe([1e308]), "1e\\+308 assignments"),
+        (lambda: Scheduler(FOUR, Experts(2)).observe_ids([0.5]), "are whole numbers from 0 to 1"),
+        (lambda: Scheduler(FOUR, Experts(1), shift="x"), "shift is 'x', expected a number"),
+        (lambda: Scheduler(FOUR, Experts(1)).plan([1], "x"), "counted is 'x', expected a number"),
+        (lambda: schedule.place([1j], FOUR, Experts(1)), "its dtype is complex128"),
+        (lambda: schedule.place([1], FOUR, Experts(-1)), "count is -1, expected a whole number"),
+        (lambda: schedule.place([1], FOUR, Experts(1.0)), "count is 1.0, expected a whole number"),
+        (lambda: schedule.place([1], [Unit("a", None)], Experts(1)), "seconds is None"),
+        (lambda: schedule.place([1], FOUR, Experts(1), noise="x"), "noise is 'x'"),
+        (
+            lambda: schedule.place([1, 1], FOUR[:2], Experts(2, allowed=[[1], [1, 1, 1]])),
+            "allowed is not a row of units for each of 2 experts",
+        ),
+        (lambda: schedule.round_robin(0, Experts(2)), "2 experts on 0 units"),
         (
             lambda: Scheduler(FOUR, Experts(1)).adopt(Placement(np.zeros((1, 4)), 1), [1]),
             "0 shards of expert 0, expected 1",
@@ -310,6 +324,18 @@ NAN = math.nan
 def test_wrong_arguments(call, message) -> None:
     with pytest.raises(InvalidArgument, match=message):
         call()
+
+
+def test_a_forward_without_tokens_is_one() -> None:
+    scheduler = Scheduler(FOUR, Experts(2))
+    assert scheduler.observe_ids([]) is None
+    assert scheduler.stats()["forwards"] == 1
+
+
+def test_allowed_can_be_an_array() -> None:
+    allowed = np.array([[True, False], [False, True]])
+    placement = schedule.place([1, 1], FOUR[:2], Experts(2, allowed=allowed))
+    assert placement.owner.tolist() == [0, 1]
 
 
 def test_needs_no_mlx() -> None:

@@ -220,6 +220,17 @@ def test_restoring_gives_the_weights_back_lazily(made: Any) -> None:
     assert "store" not in again.stats()
 
 
+def test_restoring_after_gradients_that_failed(made: Any) -> None:
+    model, folder, expected = made
+    streamed(model, folder)
+    with pytest.raises(ExpertsOnDisk):  # leaves what it traced in the model, as MLX does
+        nn.value_and_grad(model, lambda m: m(TOKENS).sum())(model)
+    restore_moe_layers(model)
+    assert not any(is_placeholder(a) for a in expert_arrays(model))
+    replace_moe_layers(model, backend="cpu")
+    assert_same(forwards(model), expected)
+
+
 def test_replacing_again_changes_the_limit_or_nothing(made: Any) -> None:
     model, folder, expected = made
     first = streamed(model, folder, "40%")
@@ -285,13 +296,17 @@ def test_a_store_goes_with_its_model_and_keeps_the_counts(made: Any) -> None:
         ({"expert_memory": 0, "checkpoint": "."}, InvalidArgument, "more than none"),
         ({"expert_memory": 1.5, "checkpoint": "."}, InvalidArgument, "expected bytes"),
         ({"expert_memory": True, "checkpoint": "."}, InvalidArgument, "expected bytes"),
+        ({"expert_memory": "9" * 400, "checkpoint": "."}, InvalidArgument, "more than any size"),
+        ({"expert_memory": ExpertMemory(1, policy=None)}, InvalidArgument, "policy is None"),  # type: ignore[arg-type]
+        ({"expert_memory": ExpertMemory(1, direct="x")}, InvalidArgument, "direct is 'x'"),  # type: ignore[arg-type]
         ({"expert_memory": "1GB", "checkpoint": "no/such"}, ModelNotFound, "no/such"),
         ({"expert_memory": "1kB"}, MemoryLimit, "raise it"),
+        ({"expert_memory": ExpertMemory("1GB", "lfu:9999999999")}, InvalidArgument, "lfu:TOKENS"),
     ),
 )
 def test_wrong_arguments_change_nothing(how: Any, error: Any, says: str, made: Any) -> None:
     model, folder, _ = made
-    if error is MemoryLimit:
+    if says in ("raise it", "lfu:TOKENS"):
         how = {**how, "checkpoint": folder}
     parameters = tree_flatten(model.parameters())
     classes = [type(module) for _, module in model.named_modules()]

@@ -48,7 +48,11 @@ class ExpertMemory:
         return min(self._bytes(total, others), total)
 
     def check(self) -> None:
-        """Raise InvalidArgument for what is no limit, before a model is read."""
+        """Raise InvalidArgument for what cannot be, before a model is read."""
+        if not isinstance(self.policy, str):
+            raise InvalidArgument(f"policy is {self.policy!r}; expected text such as 'lru'")
+        if not (self.direct is None or isinstance(self.direct, bool)):
+            raise InvalidArgument(f"direct is {self.direct!r}; expected True, False or None")
         if self.limit != AUTO:
             self._bytes(1, 0)
 

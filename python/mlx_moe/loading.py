@@ -1,6 +1,7 @@
 """Load a model with mlx-lm and replace its layers."""
 
 import inspect
+import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,12 +15,13 @@ import mlx_lm.utils
 
 from . import attention
 from .dense import replace_linear_layers
-from .errors import InvalidArgument, ModelNotFound, MoEError, NoMoELayers
+from .errors import CorruptFile, InvalidArgument, ModelNotFound, MoEError, NoMoELayers
 from .expert_memory import ExpertMemory
 from .following import follow
 from .replace import replace_moe_layers, resolve_backend
 from .replacement import Replacement
 from .static import EXECUTORS, Importance, Overflow
+from .store_files import Checkpoint
 
 log = logging.getLogger("mlx_moe")
 
@@ -98,7 +100,8 @@ def replace_layers(model: nn.Module, backend: str, plan: dict[str, Any] | None =
 
 @contextmanager
 def missing_model_is_an_error(name: str | Path) -> Iterator[None]:
-    """Turn what mlx-lm and the hub raise for a model that is not there into `ModelNotFound`."""
+    """Turn what mlx-lm and the hub raise for a model that is not there into `ModelNotFound`, and
+    for files that are damaged into `CorruptFile`."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
@@ -113,6 +116,15 @@ def missing_model_is_an_error(name: str | Path) -> Iterator[None]:
                 f"it failed: {reason}"
             )
         raise ModelNotFound(f"cannot load the model {str(name)!r}: {reason}") from error
+    except json.JSONDecodeError as error:
+        raise CorruptFile(f"the model {str(name)!r} has a damaged JSON file: {error}") from error
+    except RuntimeError as error:
+        if Path(name).is_dir():
+            try:
+                Checkpoint.open(name)  # names the file and what is wrong with it
+            except MoEError as found:
+                raise found from error
+        raise
 
 
 def trust_option(load: Callable[..., Any], trusted: bool) -> dict[str, Any]:

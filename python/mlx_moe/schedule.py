@@ -19,8 +19,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from . import _core
 from .errors import InvalidArgument
+from .schedule_numbers import allowed_of, counted_of, loads_of, real_of, whole_of
 
 SPLIT_GAIN = 0.001
+# Those of a Scheduler that its core takes.
+NUMBERS = ("shift", "noise", "hysteresis", "horizon", "minimum", "split_gain", "spread")
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,8 @@ class Unit:
     holds_all: bool = False
 
     def _numbers(self) -> tuple[Any, ...]:
-        rates = self.bandwidth, self.memory, self.link, self.load
-        return self.seconds, self.dispatch, *rates, self.holds_all
+        names = ("seconds", "dispatch", "bandwidth", "memory", "link", "load")
+        return *(real_of(name, getattr(self, name)) for name in names), bool(self.holds_all)
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,9 @@ class Experts:
     allowed: Sequence[Sequence[bool]] | None = None
 
     def _numbers(self) -> tuple[Any, ...]:
-        allowed = [int(may) for units in self.allowed or () for may in units]
-        return self.count, self.nbytes, self.row_nbytes, self.shards, allowed
+        count, shards = whole_of("count", self.count), whole_of("shards", self.shards)
+        sizes = real_of("nbytes", self.nbytes), real_of("row_nbytes", self.row_nbytes)
+        return count, *sizes, shards, allowed_of(self.allowed, self.count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,10 +168,10 @@ def place(
         loads_of(histogram),
         [unit._numbers() for unit in units],
         experts._numbers(),
-        split_gain=split_gain,
-        noise=noise,
-        counting=counting,
-        serial=serial,
+        split_gain=real_of("split_gain", split_gain),
+        noise=real_of("noise", noise),
+        counting=real_of("counting", counting),
+        serial=bool(serial),
     )
     return Placement(parts, experts.shards)
 
@@ -198,16 +202,11 @@ def makespan(
 
 def round_robin(units: int, experts: Experts) -> Placement:
     """Expert e whole on unit e modulo units: static expert parallelism, which knows no loads."""
+    if units < 1 or experts.count < 1:
+        raise InvalidArgument(f"{experts.count} experts on {units} units; expected some of both")
     parts = np.zeros((experts.count, units), np.uint32)
     parts[np.arange(experts.count), np.arange(experts.count) % units] = experts.shards
     return Placement(parts, experts.shards)
-
-
-def loads_of(histogram: ArrayLike) -> NDArray[np.float64]:
-    try:
-        return np.ascontiguousarray(histogram, np.float64)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"the histogram is no array of numbers: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -294,14 +293,8 @@ class Scheduler:
         self._core = _core.LayerScheduler(
             self.experts._numbers(),
             [unit._numbers() for unit in self.units],
-            shift=self.shift,
-            noise=self.noise,
-            hysteresis=self.hysteresis,
-            horizon=self.horizon,
-            minimum=self.minimum,
-            split_gain=self.split_gain,
-            spread=self.spread,
-            serial=self.serial,
+            **{name: real_of(name, getattr(self, name)) for name in NUMBERS},
+            serial=bool(self.serial),
         )
 
     @property
@@ -324,7 +317,7 @@ class Scheduler:
             InvalidArgument: as `place`.
         """
         loads = loads_of(histogram)
-        self._core.plan(loads, float(loads.sum()) if counted is None else counted)
+        self._core.plan(loads, counted_of(counted, loads))
         return self._changed()
 
     def adopt(
@@ -333,7 +326,7 @@ class Scheduler:
         """Start from a placement made elsewhere for this histogram; arguments as `plan`."""
         loads = loads_of(histogram)
         parts = np.ascontiguousarray(placement.parts, np.uint32)
-        self._core.adopt(parts, loads, float(loads.sum()) if counted is None else counted)
+        self._core.adopt(parts, loads, counted_of(counted, loads))
         self._changed()
 
     def observe(self, histogram: ArrayLike) -> Replan | None:
@@ -349,9 +342,12 @@ class Scheduler:
     def observe_ids(self, ids: Any) -> Replan | None:
         """`observe` for a forward's expert ids, integers of any shape."""
         chosen = np.asarray(ids).reshape(-1)
-        if chosen.size and not (chosen.min() >= 0 and chosen.max() < self.experts.count):
-            raise InvalidArgument(f"expert ids go from 0 to {self.experts.count - 1}")
-        return self.observe(np.bincount(chosen, minlength=self.experts.count))
+        count = self.experts.count
+        if not chosen.size:
+            return self.observe(np.zeros(count))
+        if chosen.dtype.kind not in "iu" or not 0 <= chosen.min() <= chosen.max() < count:
+            raise InvalidArgument(f"expert ids are whole numbers from 0 to {count - 1}")
+        return self.observe(np.bincount(chosen.astype(np.int64), minlength=count))
 
     def makespan(self, histogram: ArrayLike) -> float:
         """Seconds of the slowest unit (of all, if they are `serial`) for a forward's loads."""

@@ -1,6 +1,7 @@
 """Sizes in bytes as people write them."""
 
 import re
+from math import inf
 
 from .errors import InvalidArgument
 
@@ -15,7 +16,10 @@ def size_bytes(text: str) -> int:
     if match is None:
         raise InvalidArgument(f"{text!r} is no size; expected one such as 16GB or 500MiB")
     number, prefix, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** POWERS[prefix.lower()])
+    size = float(number) * (1024 if binary else 1000) ** POWERS[prefix.lower()]
+    if size == inf:
+        raise InvalidArgument(f"{text[:20]}... is more than any size")
+    return int(size)
 
 
 def share(text: str) -> float | None:

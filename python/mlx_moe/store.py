@@ -101,7 +101,7 @@ class ExpertStore:
         self._check_limit(sizes)
         self.policy = self._choose(sizes) if policy == "auto" else policy
         kind, _, tokens = self.policy.partition(":")
-        if tokens and not (kind == "lfu" and tokens.isdecimal()):
+        if tokens and not (kind == "lfu" and tokens.isdecimal() and len(tokens) < 10):
             raise InvalidArgument(f"policy {policy!r}; expected lru, lfu, lfu:TOKENS or pinned")
         uses = sum(self._top_k.get(layer.name, 1) for layer in layers)
         self._core = core.Store(

@@ -16,7 +16,7 @@ from .find import named_modules
 from .identity import identity_of_files
 from .layers import PROJECTIONS
 from .machine import as_size
-from .placeholders import placeholder
+from .placeholders import is_placeholder, placeholder
 from .replacement import ReplacedLayer
 from .store import ExpertStore, StoredLayer
 from .store_bank import Shapes
@@ -180,6 +180,13 @@ def report_of(found: Found) -> StoreReport | None:
     return None
 
 
+def _never_filled(array: mx.array | None, placeholder: mx.array) -> bool:
+    """Whether it is the placeholder, or the traced one that a failed `value_and_grad` left."""
+    if array is placeholder or array is None:
+        return array is placeholder
+    return array.dtype == placeholder.dtype and is_placeholder(array)
+
+
 def restore_experts(model: nn.Module) -> None:
     """Give stored layers their weights back, as lazily loaded arrays of the same files.
 
@@ -201,7 +208,7 @@ def restore_experts(model: nn.Module) -> None:
             linear = module[child]
             linear = linear.get("linear", linear)  # adapters wrap their base layer
             for key, names in zip(PARTS, projection.names, strict=True):
-                if names and linear.get(key) is stored.placeholders[child, key]:
+                if names and _never_filled(linear.get(key), stored.placeholders[child, key]):
                     parts = [arrays[name] for name in names]
                     linear[key] = parts[0] if len(parts) == 1 else mx.stack(parts)
             linear.__class__ = own_class(linear)
