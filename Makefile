@@ -34,7 +34,7 @@ test: $(VENV)/.installed
 	@if echo '#include <doctest/doctest.h>' | $(or $(CXX),c++) -x c++ -E - >/dev/null 2>&1; then \
 	  $(MAKE) --no-print-directory cpp-test; \
 	else echo "doctest not found: C++ unit tests skipped"; fi
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile tests
 
 CPP_TEST := -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
   -DMLX_MOE_PYTHON=OFF -DMLX_MOE_TESTS=ON
