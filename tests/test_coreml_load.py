@@ -3,8 +3,11 @@
 Core ML itself is a stand-in here; what it really does is seen on a Mac alone.
 """
 
+import fcntl
 import os
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +18,13 @@ import pytest
 from test_manifest import manifest, separate
 
 from mlx_moe import core, coreml_load
-from mlx_moe.coreml_load import CoreMLPrograms, cache_directory, demotion, model_path
+from mlx_moe.coreml_load import (
+    CoreMLPrograms,
+    cache_directory,
+    demotion,
+    model_path,
+    report_path,
+)
 from mlx_moe.coreml_trial import Trials, trial_request, try_package
 from mlx_moe.errors import InvalidArgument, MissingDependency, MoEError
 from mlx_moe.manifest import Manifest
@@ -101,7 +110,7 @@ def test_groups_are_prepared_once_and_loaded_with_their_functions(
     assert programs.executor.loaded[0] == expected
     assert programs.summary() == "Core ML prefers the Neural Engine for 2 of 2 groups"
     assert programs.reports["g0"].operations() == {"ane": 18, "gpu": 0, "cpu": 2, "other": 0}
-    assert not [p for p in kept.iterdir() if p.name.startswith(".")]
+    assert len(list(kept.iterdir())) == 4  # two models, two reports
 
     again = Here(fake)
     programs = CoreMLPrograms.open(artifacts, ["g0", "g1"], core=fake, trials=again)
@@ -188,7 +197,73 @@ def test_a_model_that_no_longer_loads_here_is_cold_and_forgotten(
     programs = CoreMLPrograms.open(artifacts, ["g0"], core=fake, trials=Here(fake))
     assert programs.number("g0") is None
     assert "does not load" in (programs.reports["g0"].cold or "")
-    assert not model_path(kept, entry).exists()
+    trials = Here(fake)
+    assert CoreMLPrograms.open(artifacts, ["g0"], core=fake, trials=trials).number("g0") == 0
+    assert trials.asked == ["g0"]
+
+
+def test_the_first_load_is_of_the_model_that_is_kept_and_holds_the_directory(
+    artifacts: Manifest, tmp_path: Path
+) -> None:
+    kept, entry = cache_directory(artifacts), artifacts.package("g0")
+    tried: list[Any] = []
+
+    class Watching(Here):
+        def request(self, request: dict[str, Any]) -> dict[str, Any]:
+            reply = super().request(request)
+            handle = os.open(kept, os.O_RDONLY)
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(handle)
+            tried.append((request["compiled"], report_path(kept, entry).exists()))
+            return reply
+
+    fake = fake_core(tmp_path)
+    programs = CoreMLPrograms.open(artifacts, ["g0"], core=fake, trials=Watching(fake))
+    assert tried == [(programs.executor.loaded[0][0][32][0], False)]
+
+
+def test_two_that_open_at_once_prepare_a_group_once(artifacts: Manifest, tmp_path: Path) -> None:
+    begun, second = threading.Event(), threading.Event()
+
+    class Slow(Here):
+        def request(self, request: dict[str, Any]) -> dict[str, Any]:
+            begun.set()
+            second.wait(1)  # the other one asks for no trial, or here is time for it
+            return super().request(request)
+
+    class Second(Here):
+        def request(self, request: dict[str, Any]) -> dict[str, Any]:
+            second.set()
+            return super().request(request)
+
+    fake = fake_core(tmp_path)
+    slow, other = Slow(fake), Second(fake)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(CoreMLPrograms.open, artifacts, ["g0"], core=fake, trials=slow)
+        assert begun.wait(60)
+        again = threads.submit(CoreMLPrograms.open, artifacts, ["g0"], core=fake, trials=other)
+        assert first.result().number("g0") == again.result().number("g0") == 0
+    assert (slow.asked, other.asked) == (["g0"], [])
+
+
+def test_what_killed_and_failed_processes_leave_is_removed(
+    artifacts: Manifest, tmp_path: Path
+) -> None:
+    fake, kept = fake_core(tmp_path), cache_directory(artifacts)
+    CoreMLPrograms.open(artifacts, ["g1"], core=fake, trials=Here(fake))
+    good = sorted(kept.iterdir())
+    for name in ("g0.mlmodelc", "gone.mlmodelc", ".g0-123.mlmodelc"):
+        (kept / name / "inside").mkdir(parents=True)
+
+    class Crashing(Here):
+        def request(self, request: dict[str, Any]) -> dict[str, Any]:
+            super().request(request)
+            raise MoEError("its first load crashed (SIGSEGV)")
+
+    programs = CoreMLPrograms.open(artifacts, ["g0", "g1"], core=fake, trials=Crashing(fake))
+    assert programs.number("g0") is None and programs.number("g1") == 0
+    assert sorted(kept.iterdir()) == good
 
 
 def test_a_group_that_is_not_on_the_neural_engine_is_cold(

@@ -3,7 +3,6 @@ Core ML itself places on the Neural Engine."""
 
 import json
 import logging
-import os
 import platform
 import shutil
 import subprocess
@@ -16,7 +15,7 @@ from typing import Any
 
 from . import cache, core
 from .coreml_trial import SUFFIX, Trials, compiled_functions, trial_request
-from .durable import file_sha256, sync_directory, write_json
+from .durable import file_sha256, locked, sync_directory, write_json
 from .errors import InvalidArgument, MissingDependency, MoEError
 from .manifest import NAME, Manifest
 from .package_entry import PackageEntry
@@ -149,7 +148,7 @@ class CoreMLPrograms:
                     entry.output,
                 )
             except MoEError as error:
-                forget(kept, entry)  # to be made anew the next time
+                report_path(kept, entry).unlink(missing_ok=True)  # to be made anew the next time
                 report = Report(entry.id, report.placement, str(error))
         if report.cold is not None:
             logger.warning("%s: group %s is computed cold: %s", entry.layer, entry.id, report.cold)
@@ -204,36 +203,45 @@ def kept_report(kept: Path, entry: PackageEntry) -> Report | None:
 
 
 def try_entry(manifest: Manifest, entry: PackageEntry, kept: Path, trials: Any) -> Report:
-    """Compile, load and run a group in another process, and keep what came of it."""
-    scratch = kept / f".{entry.id}-{os.getpid()}{SUFFIX}"
+    """Compile, load and run a group in another process, where it is kept: what Core ML specialises
+    is said to go by the model's path. The report comes last, without which a model does not count."""
     try:
-        reply = trials.request(
-            trial_request(
-                manifest.directory / entry.path,
-                scratch,
-                entry.functions,
-                len(entry.experts),
-                entry.hidden,
-                entry.input,
-                entry.output,
-            )
-        )
-        report = _report(entry, reply["placement"])
-        forget(kept, entry)
-        os.replace(scratch, model_path(kept, entry))
-        sync_directory(kept)
-        write_json(report_path(kept, entry), {"placement": reply["placement"]})
-        return report
+        with locked(kept):
+            if (report := kept_report(kept, entry)) is not None:
+                return report  # another process has made it meanwhile
+            report_path(kept, entry).unlink(missing_ok=True)
+            remove_unfinished(kept)
+            try:
+                reply = trials.request(
+                    trial_request(
+                        manifest.directory / entry.path,
+                        model_path(kept, entry),
+                        entry.functions,
+                        len(entry.experts),
+                        entry.hidden,
+                        entry.input,
+                        entry.output,
+                    )
+                )
+                report = _report(entry, reply["placement"])
+                sync_directory(kept)
+                write_json(report_path(kept, entry), {"placement": reply["placement"]})
+            except (MoEError, OSError):
+                remove_unfinished(kept)
+                raise
+            return report
     except (MoEError, OSError) as error:
         return Report(entry.id, {}, str(error))
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
-def forget(kept: Path, entry: PackageEntry) -> None:
-    """Remove a compiled model; its report first, without which it does not count."""
-    report_path(kept, entry).unlink(missing_ok=True)
-    shutil.rmtree(model_path(kept, entry), ignore_errors=True)
+def remove_unfinished(kept: Path) -> None:
+    """Remove the models without a report, as a process that was killed leaves them.
+
+    Only for who has `kept` locked.
+    """
+    for model in kept.glob(f"*{SUFFIX}"):
+        if not model.with_suffix(".json").exists():
+            shutil.rmtree(model, ignore_errors=True)
 
 
 def _report(entry: PackageEntry, placement: dict[str, Any]) -> Report:

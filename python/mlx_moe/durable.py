@@ -1,5 +1,6 @@
 """Files that are whole or not there, and their digests."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -57,3 +58,14 @@ def sync_directory(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold a directory against other processes that ask for it, once they have let it go."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)  # which unlocks it, as does the end of the process
