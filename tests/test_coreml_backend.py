@@ -36,8 +36,7 @@ from mlx_moe.manifest import Manifest
 from mlx_moe.measured import Measurements, Sample
 from mlx_moe.static_programs import load_program
 
-ON = {"ane": [9, 6], "gpu": [0, 0], "cpu": [1, 0], "other": [0, 0]}
-ELSEWHERE = {"ane": [0, 0], "gpu": [9, 6], "cpu": [1, 0], "other": [0, 0]}
+UNITS = {"on": "ane", "gpu": "gpu"}
 CHILD = """
 import json, os, sys
 for line in sys.stdin:
@@ -46,7 +45,8 @@ for line in sys.stdin:
     if outcome == "crash":
         os.kill(os.getpid(), 11)
     os.makedirs(asked["compiled"])
-    found = {} if outcome == "unknown" else {c: PLACES[outcome] for c in asked["functions"]}
+    unit, count = UNITS.get(outcome), 3 * asked["groups"]
+    found = {c: {unit: [count + 1, count]} for c in asked["functions"] if unit}
     print(json.dumps({"placement": found}), flush=True)
 """
 
@@ -72,8 +72,7 @@ def core_ml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
                 entry = manifest.package(kept.parts[0].removesuffix(kept.suffix))
                 return load_program(self._host, manifest.directory, entry)
 
-        places = {"on": ON, "gpu": ELSEWHERE}
-        child = f"OUTCOMES, PLACES = {outcomes!r}, {places!r}\n{CHILD}"
+        child = f"OUTCOMES, UNITS = {outcomes!r}, {UNITS!r}\n{CHILD}"
         stand_in = SimpleNamespace(coreml_missing=lambda: "", CoreMLExecutor=Executor)
         trials = Trials([sys.executable, "-c", child], seconds=60)
         return opened(manifest, ids, core=stand_in, trials=trials)
@@ -107,7 +106,7 @@ def replaced(model: nn.Module, directory: Path, **options: Any) -> Any:
             {"g0": "gpu", "g2": "crash"},
             {3},
             "1 of 8 experts hot; Neural Engine preferred for 1 of 3 groups",
-            r"1 of 3 groups; 2 are computed cold \(e.g0.p0: .* 6 for the GPU",
+            r"1 of 3 groups; 2 are computed cold \(e.g0.p0: .* 9 for the GPU",
         ),
         (
             {"g1": "unknown"},

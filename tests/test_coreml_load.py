@@ -23,6 +23,7 @@ from mlx_moe.coreml_load import (
     cache_directory,
     demotion,
     model_path,
+    prefers_neural_engine,
     report_path,
 )
 from mlx_moe.coreml_trial import Trials, trial_request, try_package
@@ -91,7 +92,9 @@ class Here:
 def artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Manifest:
     monkeypatch.setenv("MLX_MOE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(coreml_load, "system_macos", lambda: 15)  # where tests run on 14 too
-    found = manifest(tmp_path)
+    one = manifest(tmp_path)
+    other = replace(one.package("g1"), layer="model.layers.1.mlp")
+    found = replace(one, packages=[one.package("g0"), other])
     found.save()
     return found
 
@@ -109,7 +112,6 @@ def test_groups_are_prepared_once_and_loaded_with_their_functions(
     expected = ({32: (path, "c32"), 64: (path, "c64")}, 2, 4, "x", "y")
     assert programs.executor.loaded[0] == expected
     assert programs.summary() == "Core ML prefers the Neural Engine for 2 of 2 groups"
-    assert programs.reports["g0"].operations() == {"ane": 18, "gpu": 0, "cpu": 2, "other": 0}
     assert len(list(kept.iterdir())) == 4  # two models, two reports
 
     again = Here(fake)
@@ -134,7 +136,6 @@ def test_packages_for_each_capacity_are_prepared_together_and_loaded(
     assert compiled == [str(tmp_path / "g0.tiers" / f"c{c}.mlpackage") for c in (32, 64)]
     loaded = {c: (str(kept / f"c{c}.mlmodelc"), "") for c in (32, 64)}
     assert programs.executor.loaded == [(loaded, 2, 4, "x", "y")]
-    assert programs.reports["g0"].operations()["ane"] == 18
     again = Here(fake)
     assert CoreMLPrograms.open(separately, ["g0"], core=fake, trials=again).number("g0") == 0
     assert again.asked == []
@@ -291,12 +292,64 @@ def test_without_a_compute_plan_nothing_is_said_of_the_neural_engine(
     assert programs.summary() == text
 
 
+@pytest.mark.parametrize("lacks", ["a convolution's unit", "all units", "a capacity's plan"])
+def test_a_plan_that_names_less_than_all_is_no_claim(
+    artifacts: Manifest, tmp_path: Path, lacks: str
+) -> None:
+    def some(path: str, name: str) -> Any:
+        if name == "c32":
+            return ON
+        if lacks == "a capacity's plan":
+            raise MoEError("has no compute plan")
+        return ON | {"ane": [8, 5] if lacks == "a convolution's unit" else [3, 0]}
+
+    fake = fake_core(tmp_path, coreml_placement=some)
+    for _ in range(2):  # made, and kept
+        programs = CoreMLPrograms.open(artifacts, ["g0"], core=fake, trials=Here(fake))
+        assert programs.number("g0") == 0
+        text = "Core ML prefers the Neural Engine for 0 of 1 groups; it does not say for 1"
+        assert programs.summary() == text
+        text = "Neural Engine preferred for 0 of 1 groups, not known for 1"
+        assert programs.placement(["g0"]) == text
+
+
+def test_two_matrices_an_expert_are_two_convolutions(artifacts: Manifest) -> None:
+    glu = artifacts.package("g0")
+    mlp = replace(glu, kind="mlp", tensors=tuple(replace(e, gate=None) for e in glu.tensors))
+    for entry, count in ((glu, 6), (mlp, 4)):
+        for found in (count, count - 1):
+            placement = {c: {"ane": (9, found)} for c in entry.functions}
+            assert prefers_neural_engine(placement, entry) == (found == count)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("when", ["tried", "loaded"])
+def test_no_part_of_a_group_is_loaded_that_has_a_cold_part(
+    artifacts: Manifest, tmp_path: Path, caplog: pytest.LogCaptureFixture, first: bool, when: str
+) -> None:
+    parts = ["p0", "p1"] if first else ["p1", "p0"]
+    packages = [replace(artifacts.package("g0"), id=id, path=f"{id}.mlpackage") for id in parts]
+    split = replace(artifacts, packages=[*packages, artifacts.package("g1")])
+    split.save()
+    fake = fake_core(tmp_path)
+    if when == "loaded":
+        CoreMLPrograms.open(split, parts, core=fake, trials=Here(fake))
+        (model_path(cache_directory(split), split.package("p0")) / "c64").unlink()
+    trials = Here(fake, {"p0": "it crashed"} if when == "tried" else {})
+    programs = CoreMLPrograms.open(split, [*parts, "g1"], core=fake, trials=trials)
+    # What fails only when it is loaded here comes too late for the parts before it.
+    assert (programs.number("p1") is None) == (first or when == "tried")
+    assert programs.number("p0") is None and programs.number("g1") is not None
+    assert len(programs.executor.loaded) == (1 if first or when == "tried" else 2)
+    assert caplog.text.count("is computed cold") == 1
+    if programs.number("p1") is None:
+        assert programs.reports["p1"].cold == "its part p0 is computed cold"
+
+
 def test_demotion_needs_every_convolution_on_the_neural_engine() -> None:
     assert demotion({32: ON, 64: ON}) is None  # type: ignore[dict-item]
     assert demotion({}) is None
     assert "2 for the GPU" in (demotion({32: SPLIT}) or "")  # type: ignore[dict-item]
-    nothing = {unit: (3, 0) for unit in ON}
-    assert "names no unit" in (demotion({32: nothing}) or "")
 
 
 @pytest.mark.skipif(not core.coreml_missing(), reason="Core ML is here")

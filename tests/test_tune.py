@@ -22,7 +22,7 @@ from mlx_moe.plan import Plan
 from mlx_moe.planner import make_plan
 from mlx_moe.tune import DEFAULT, MAKERS, Effort, cache_bytes, save, shape_of, tune
 from mlx_moe.tune_cold import Shape, random_layer, routing
-from mlx_moe.tune_coreml import CoreMLPrograms
+from mlx_moe.tune_coreml import MadeUpPrograms
 from mlx_moe.tune_fit import cold_numbers, static_numbers
 from mlx_moe.tune_static import saved_share
 
@@ -488,7 +488,7 @@ def test_core_ml_programs(tmp_path: Path, monkeypatch, caplog) -> None:
     monkeypatch.setitem(
         MAKERS,
         "coreml",
-        lambda path: CoreMLPrograms(
+        lambda path: MadeUpPrograms(
             path, system=SimpleNamespace(CoreMLExecutor=Executor), trials=tried
         ),
     )

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +36,14 @@ class Report:
             convolutions among them that Core ML prefers to run there, as its compute plan says;
             empty where it does not say.
         cold: why its experts are computed on the cold path; None if they are not.
+        preferred: whether Core ML prefers the Neural Engine for every convolution there is, at
+            every capacity; where it names no unit for some, nothing is known.
     """
 
     id: str
     placement: dict[int, dict[str, tuple[int, int]]]
     cold: str | None = None
-
-    def operations(self) -> dict[str, int]:
-        """Operations by unit, over all capacities."""
-        found = dict.fromkeys(UNITS, 0)
-        for units in self.placement.values():
-            for unit, (operations, _) in units.items():
-                found[unit] += operations
-        return found
+    preferred: bool = False
 
 
 def demotion(placement: dict[int, dict[str, tuple[int, int]]]) -> str | None:
@@ -56,12 +51,19 @@ def demotion(placement: dict[int, dict[str, tuple[int, int]]]) -> str | None:
     for capacity, units in sorted(placement.items()):
         total = sum(convolutions for _, convolutions in units.values())
         away = {u: c for u, (_, c) in units.items() if c and u != "ane"}
-        if not total:
-            return f"the compute plan names no unit for its convolutions at capacity {capacity}"
         if away:
             where = ", ".join(f"{count} for {UNITS[unit]}" for unit, count in away.items())
             return f"at capacity {capacity} Core ML prefers, of {total} convolutions, {where}"
     return None
+
+
+def prefers_neural_engine(
+    placement: dict[int, dict[str, tuple[int, int]]], entry: PackageEntry
+) -> bool:
+    """Whether every convolution of a group is counted for it, at every capacity."""
+    matrices = [matrix for e in entry.tensors for matrix in (e.gate, e.up, e.down)]
+    count = sum(matrix is not None for matrix in matrices)
+    return all(placement.get(c, {}).get("ane", (0, 0))[1] >= count for c in entry.functions)
 
 
 @dataclass
@@ -101,16 +103,15 @@ class CoreMLPrograms:
         programs = cls(manifest, core.CoreMLExecutor())
         kept = cache_directory(manifest)
         entries = [manifest.package(id) for id in ids]
-        found = {entry.id: kept_report(kept, entry) for entry in entries}
-        new = [entry for entry in entries if found[entry.id] is None]
+        earlier = {entry.id: kept_report(kept, entry) for entry in entries}
+        found = {id: report for id, report in earlier.items() if report is not None}
+        new = [entry for entry in entries if entry.id not in found]
         with closing(trials or Trials()) as trials:
             what = "preparing for Core ML (once)"
             for entry in progress_bar(bool(new), delay=0, iterable=new, desc=what, unit="group"):
                 found[entry.id] = try_entry(manifest, entry, kept, trials)
-        for entry in entries:
-            report = found[entry.id]
-            assert report is not None
-            programs._load(entry, kept, report)
+        for parts in split_groups(entries):
+            programs._load_group(parts, kept, [found[part.id] for part in parts])
         return programs
 
     def number(self, id: str) -> int | None:
@@ -120,7 +121,7 @@ class CoreMLPrograms:
     def summary(self) -> str:
         """A sentence for users: what Core ML says, never what it was asked for."""
         cold = [r for r in self.reports.values() if r.cold is not None]
-        unknown = [r for r in self.reports.values() if r.cold is None and not r.placement]
+        unknown = [r for r in self.reports.values() if r.cold is None and not r.preferred]
         good = len(self.reports) - len(cold) - len(unknown)
         text = f"Core ML prefers the Neural Engine for {good} of {len(self.reports)} groups"
         if unknown:
@@ -132,10 +133,23 @@ class CoreMLPrograms:
     def placement(self, ids: Sequence[str]) -> str:
         """The same of some groups, for a table's cell."""
         some = [self.reports[id] for id in ids]
-        good = sum(r.cold is None and bool(r.placement) for r in some)
-        unknown = sum(r.cold is None and not r.placement for r in some)
+        good = sum(r.cold is None and r.preferred for r in some)
+        unknown = sum(r.cold is None and not r.preferred for r in some)
         text = f"Neural Engine preferred for {good} of {len(some)} groups"
         return f"{text}, not known for {unknown}" if unknown else text
+
+    def _load_group(
+        self, parts: Sequence[PackageEntry], kept: Path, reports: Sequence[Report]
+    ) -> None:
+        """Load the parts of a group; none is of use without the others."""
+        cold = [report.id for report in reports if report.cold is not None]
+        for part, report in zip(parts, reports, strict=True):
+            if cold and report.cold is None:
+                why = f"its part {cold[0]} is computed cold"
+                self.reports[part.id] = replace(report, cold=why)
+                continue
+            self._load(part, kept, report)
+            cold += [part.id] if self.reports[part.id].cold is not None else []
 
     def _load(self, entry: PackageEntry, kept: Path, report: Report) -> None:
         if report.cold is None:
@@ -153,6 +167,14 @@ class CoreMLPrograms:
         if report.cold is not None:
             logger.warning("%s: group %s is computed cold: %s", entry.layer, entry.id, report.cold)
         self.reports[entry.id] = report
+
+
+def split_groups(entries: Sequence[PackageEntry]) -> list[list[PackageEntry]]:
+    """The packages of the same experts together."""
+    found: dict[tuple[str, tuple[int, ...]], list[PackageEntry]] = {}
+    for entry in entries:
+        found.setdefault((entry.layer, entry.experts), []).append(entry)
+    return list(found.values())
 
 
 def cache_directory(manifest: Manifest) -> Path:
@@ -203,8 +225,9 @@ def kept_report(kept: Path, entry: PackageEntry) -> Report | None:
 
 
 def try_entry(manifest: Manifest, entry: PackageEntry, kept: Path, trials: Any) -> Report:
-    """Compile, load and run a group in another process, where it is kept: what Core ML specialises
-    is said to go by the model's path. The report comes last, without which a model does not count."""
+    """Compile, load and run a group in another process, where it is kept: Core ML is said to find
+    what it specialised by the model's path. A model counts once it has its report, which is last.
+    """
     try:
         with locked(kept):
             if (report := kept_report(kept, entry)) is not None:
@@ -249,4 +272,4 @@ def _report(entry: PackageEntry, placement: dict[str, Any]) -> Report:
         int(capacity): {unit: (int(a), int(b)) for unit, (a, b) in units.items() if unit in UNITS}
         for capacity, units in placement.items()
     }
-    return Report(entry.id, read, demotion(read))
+    return Report(entry.id, read, demotion(read), prefers_neural_engine(read, entry))

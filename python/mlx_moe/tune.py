@@ -183,9 +183,9 @@ def _measure_static(
 
 
 def _coreml_programs(directory: Path) -> Programs:
-    from .tune_coreml import CoreMLPrograms
+    from .tune_coreml import MadeUpPrograms
 
-    return CoreMLPrograms(directory)
+    return MadeUpPrograms(directory)
 
 
 MAKERS: dict[str, Callable[[Path], Programs]] = {"host": HostPrograms, "coreml": _coreml_programs}

@@ -21,7 +21,7 @@ SCALE = 0.01
 logger = logging.getLogger("mlx_moe")
 
 
-class CoreMLPrograms:
+class MadeUpPrograms:
     """As `HostPrograms`, for core.CoreMLExecutor: written, compiled, and loaded first by a process
     of its own, as the programs of a plan are.
 
