@@ -1,9 +1,11 @@
-"""Live re-planning: what ran where is read from execution counters, never from a plan."""
+"""Live re-planning. Which groups ran is read from execution counters, never from a plan; which
+copies are made, from the calls that make them."""
 
 from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.tuner.lora import LoRASwitchLinear
 from static_layer import routing, weighted
 from static_models import groups_of, host, plan_of
 from switch_reference import HIDDEN, block, error, glu, only
 
-from mlx_moe import InvalidArgument, follow, replace_moe_layers
+from mlx_moe import InvalidArgument, UnsupportedLayer, core, follow, replace_moe_layers
 from mlx_moe.devices import Device, load_device
 from mlx_moe.layers import PackedCopies
 from mlx_moe.machine import has_packed_copies
@@ -124,8 +127,50 @@ def test_what_cannot_be_followed_is_refused(tmp_path) -> None:
         follow(replace_moe_layers(model), plan)
 
 
-def test_packed_experts_change_with_routing(monkeypatch) -> None:
-    """Without a packed layout copies are empty: then as if they were not, to see which are made."""
+def test_layers_without_groups_are_not_followed(tmp_path) -> None:
+    model, plan, replacement = made(tmp_path)
+    path = model.experts._moe_layer.static
+    path.layer = replace(path.layer, groups=[], cold_groups=2)
+    with pytest.raises(InvalidArgument, match="nothing here can change places"):
+        follow(replacement, plan)
+
+
+def test_following_again_starts_from_the_plan(tmp_path) -> None:
+    model, plan, replacement = made(tmp_path)
+    path = model.experts._moe_layer.static
+    first = follow(replacement, plan)
+    run(model, FIRST, replacement)
+    assert len(path.layer.groups) == 1
+    second = follow(replacement, plan)
+    assert len(path.layer.groups) == 2
+    run(model, FIRST, replacement)
+    first.stop()
+    assert len(path.layer.groups) == 1
+    second.stop()
+    assert len(path.layer.groups) == 2
+
+
+def test_only_the_plan_that_is_running_is_followed(tmp_path) -> None:
+    model, plan, replacement = made(tmp_path)
+    other = plan_of(model, {"experts": groups_of("e", [[0, 2], [1, 3]], (128, 128), HIDDEN)})
+    with pytest.raises(InvalidArgument, match=r"group e.g0.p0 of experts \[0, 1\] is running"):
+        follow(replacement, replace(other, device=plan.device))
+
+
+def test_an_expert_that_there_is_not_is_named(tmp_path) -> None:
+    model, plan, replacement = made(tmp_path)
+    follow(replacement, plan)
+    x, ids, scores = routing(FIRST, TOKENS)
+    with pytest.raises(InvalidArgument, match="experts: expert ids are .* 0 to 7, found 0 to 8"):
+        model(x, mx.where(ids == 3, mx.array(8, ids.dtype), ids), scores)
+
+
+@pytest.fixture
+def packing(monkeypatch) -> Any:
+    """A model with two experts packed, its plan, its replacement; what is packed after that.
+
+    Without a packed layout copies are empty: then as if they were not, to see which are made.
+    """
     if not has_packed_copies():
         monkeypatch.setattr(PackedCopies, "nbytes", property(lambda copies: 4096))
     model = block(glu(), "affine-4")
@@ -134,16 +179,110 @@ def test_packed_experts_change_with_routing(monkeypatch) -> None:
     fast = device("cpu", packed_speedup=4.0, cold_flops=1e6, cold_bandwidth=1e12)
     plan = replace(plan, executor="cpu", device=fast, layers=(layer,))
     replacement = replace_moe_layers(model, plan)
-    size = model.experts._moe_layer.packed.nbytes
+    calls: list[list[int]] = []
+    make = core.Packed
+
+    def packed(matrix: Any, experts: Any) -> Any:
+        calls.append(list(experts))
+        if FAIL in calls and list(experts):
+            raise MemoryError
+        return make(matrix, experts)
+
+    monkeypatch.setattr(core, "Packed", packed)
+    return model, plan, replacement, calls
+
+
+FAIL: list[int] = [-1]
+
+
+def forward(model: nn.Module, loads: list[int]) -> None:
+    x, ids, scores = (
+        a.astype(mx.bfloat16) if a.dtype == mx.float32 else a for a in routing(loads, TOKENS)
+    )
+    assert error(model(x, ids, scores), weighted(model, x, ids, scores)) < 6e-3
+
+
+def test_packed_experts_change_with_routing(packing) -> None:
+    model, plan, replacement, calls = packing
+    first = model.experts._moe_layer.packed
+    size = first.nbytes
     following = follow(replacement, plan)
-    for loads in (FIRST, SECOND, SECOND):
-        x, ids, scores = (
-            a.astype(mx.bfloat16) if a.dtype == mx.float32 else a for a in routing(loads, TOKENS)
-        )
-        assert error(model(x, ids, scores), weighted(model, x, ids, scores)) < 6e-3
+    forward(model, FIRST)
+    assert model.experts._moe_layer.packed is first
+    calls.clear()
+    forward(model, [100, 1, 90, 1, 1, 2, 3, 2])
+    assert calls == [[]] * 3 + [[0, 2]] * 3
+    forward(model, SECOND)
+    forward(model, SECOND)
     packed = model.experts._moe_layer.packed
     assert packed.experts == (2, 3)
     assert packed.nbytes == size
-    assert following.stats()["experts"]["replans"] == 1
+    assert following.stats()["experts"]["replans"] == 2
     following.stop()
     assert model.experts._moe_layer.packed.experts == (0, 1)
+
+
+def test_nothing_is_packed_where_nothing_changed(packing) -> None:
+    model, plan, replacement, calls = packing
+    first = model.experts._moe_layer.packed
+    following = follow(replacement, plan)
+    calls.clear()
+    following.stop()
+    assert calls == []
+    assert model.experts._moe_layer.packed is first
+
+
+def test_another_plans_copies_are_not_followed(packing) -> None:
+    _, plan, replacement, _ = packing
+    other = replace(plan, layers=(replace(plan.layers[0], packed=(0, 2)),))
+    with pytest.raises(InvalidArgument, match=r"experts \[0, 1\] are packed, this plan has \[0, 2"):
+        follow(replacement, other)
+
+
+def test_a_change_that_fails_leaves_what_is_there(packing, caplog) -> None:
+    model, plan, replacement, calls = packing
+    following = follow(replacement, plan)
+    calls.append(FAIL)
+    with caplog.at_level(logging.WARNING, logger="mlx_moe"):
+        for _ in range(3):
+            forward(model, SECOND)
+    assert caplog.text.count("experts: experts could not change places: MemoryError") == 1
+    layer = model.experts._moe_layer
+    assert layer.packed.experts == ()
+    assert following.layers["experts"].placement.experts_of(0) == []
+    assert following.stats()["experts"]["failed"] == 1
+    assert only(replacement)["schedule"]["failed"] == 1
+    calls.clear()
+    following.stop()
+    assert layer.packed.experts == (0, 1)
+
+
+def test_adapters_on_packed_experts(packing) -> None:
+    model, plan, replacement, _ = packing
+    following = follow(replacement, plan)
+    for _ in range(2):
+        forward(model, SECOND)
+    plain = model.experts.up_proj
+    model.experts.up_proj = LoRASwitchLinear.from_base(plain)
+    following.stop()
+    assert following.stats()["experts"]["failed"] == 1
+    model.experts.up_proj = plain
+    replacement = replace_moe_layers(model, plan)
+    model.experts.up_proj = LoRASwitchLinear.from_base(plain)
+    with pytest.raises(UnsupportedLayer, match=r"experts.up_proj is a LoRASwitchLinear"):
+        follow(replacement, plan)
+
+
+def test_restored_layers_keep_nothing(packing) -> None:
+    model, plan, replacement, calls = packing
+    following = follow(replacement, plan)
+    for _ in range(2):
+        forward(model, SECOND)
+    layer = model.experts._moe_layer
+    copies = weakref.ref(layer.packed)
+    replacement.restore()
+    calls.clear()
+    following.stop()
+    assert calls == []
+    assert (layer.packed, layer.follower, layer.static, copies()) == (None,) * 4
+    assert only(replacement)["schedule"]["replans"] == 1

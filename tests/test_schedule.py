@@ -99,11 +99,8 @@ def test_every_placement_is_whole_fits_and_costs_what_is_said(seed, shards) -> N
     assert schedule.unit_seconds(histogram, units, experts, found) == pytest.approx(expected)
     assert found == schedule.place(histogram, units, experts, noise=noise)
     for e in range(experts.count):
-        ranges = [r for r in found.ranges(e) if r[0] < r[1]]
-        assert ranges[0][0] == 0
-        assert ranges[-1][1] == shards
-        assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
-        assert (found.owner[e] >= 0) == (len(ranges) == 1)
+        assert found.parts[e].sum() == shards
+        assert (found.owner[e] >= 0) == ((found.parts[e] > 0).sum() == 1)
 
 
 def test_a_dominating_expert_is_split() -> None:
@@ -315,6 +312,11 @@ NAN = math.nan
             "allowed is not a row of units for each of 2 experts",
         ),
         (lambda: schedule.round_robin(0, Experts(2)), "2 experts on 0 units"),
+        (lambda: Scheduler(FOUR, Experts(2, allowed=[])), "allowed is not a row of units"),
+        (
+            lambda: schedule.place([1, 1], FOUR, Experts(2, allowed=[[1], [1]])),
+            "allowed has 2 values, expected 2 experts x 4 units",
+        ),
         (
             lambda: Scheduler(FOUR, Experts(1)).adopt(Placement(np.zeros((1, 4)), 1), [1]),
             "0 shards of expert 0, expected 1",

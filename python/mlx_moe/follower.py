@@ -11,10 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cost import Array, cold_seconds, expert_of
-from .custom import evaluate
+from .custom import CannotEvaluate, evaluate
 from .devices import Device
+from .errors import MoEError
 from .plan import LayerPlan
 from .schedule import Placement, Scheduler
+from .schedule_numbers import checked_ids
 
 Ints = NDArray[np.int64]
 OPTIONS = frozenset({"shift", "noise", "hysteresis", "horizon", "minimum"})  # of the scheduler
@@ -31,6 +33,10 @@ class Follower:
         items: what the scheduler places, for each expert: int [E].
         change: puts a placement into force, for the loads of the items that were seen last.
         in_force: whether it still is; else nothing is counted.
+        now: what a change that failed left in force.
+
+    Attributes:
+        failed: changes that could not be made; the forward runs with what is there.
     """
 
     def __init__(
@@ -41,11 +47,13 @@ class Follower:
         items: Ints,
         change: Callable[[Placement, Ints], None],
         in_force: Callable[[], bool],
+        now: Callable[[], Placement],
     ):
         self.name, self.scheduler = name, scheduler
         self._tokens, self._items = tokens, items
-        self._change, self._in_force = change, in_force
+        self._change, self._in_force, self._now = change, in_force, now
         self._first = self.placement
+        self.failed = 0
         self._lock = threading.Lock()  # a scheduler is for one thread at a time
 
     def seen(self, ids: mx.array) -> None:
@@ -53,18 +61,33 @@ class Follower:
         if ids.size // ids.shape[-1] < self._tokens or not self._in_force():
             return
         evaluate(ids)
-        chosen = self._items[np.array(ids).reshape(-1)]
+        chosen = self._items[checked_ids(np.array(ids), len(self._items))]
         loads = np.bincount(chosen, minlength=self.scheduler.experts.count)
         with self._lock:
             if (replan := self.scheduler.observe(loads)) is not None:
                 logger.info("%s: %s", self.name, replan)
-                self._change(self.placement, loads)
+                self._put(self.placement, loads)
 
     def restore(self) -> None:
-        """Back to the first placement, if ours is in force."""
+        """Back to the first placement, if another one of ours is in force."""
         with self._lock:
-            if self._in_force():
-                self._change(self._first, np.zeros(self.scheduler.experts.count, np.int64))
+            if self._in_force() and self.placement != self._first:
+                self._put(self._first, np.zeros(self.scheduler.experts.count, np.int64))
+
+    def _put(self, placement: Placement, loads: Ints) -> None:
+        """Change; if that fails, go on from what is there until routing shifts again."""
+        try:
+            self._change(placement, loads)
+        except (MoEError, MemoryError, CannotEvaluate) as error:
+            self.scheduler.adopt(self._now(), loads)
+            self.failed += 1
+            if self.failed == 1:
+                reason = str(error) or type(error).__name__
+                logger.warning("%s: experts could not change places: %s", self.name, reason)
+
+    def stats(self) -> dict[str, float]:
+        """`Scheduler.stats()`, and the changes that failed."""
+        return {**self.scheduler.stats(), "failed": self.failed}
 
     @property
     def placement(self) -> Placement:
@@ -75,13 +98,16 @@ class Follower:
         """A copied model is not followed."""
 
 
-def start(scheduler: Scheduler, owner: list[int], items: Ints, loads: Array | None) -> None:
+def placement_of(first: list[bool]) -> Placement:
+    """Each item on the first of two units, or on the second."""
+    return Placement(np.array([[on, not on] for on in first], np.uint32), 1)
+
+
+def start(scheduler: Scheduler, first: list[bool], items: Ints, loads: Array | None) -> None:
     """The plan's own placement, made for `loads` of each expert or for nothing that is known."""
-    parts = np.zeros((len(owner), 2), np.uint32)
-    parts[np.arange(len(owner)), owner] = 1
     of_expert = np.ones(len(items)) if loads is None else loads
-    histogram = np.bincount(items, of_expert, minlength=len(owner))
-    scheduler.adopt(Placement(parts, 1), histogram, counted=inf)
+    histogram = np.bincount(items, of_expert, minlength=len(first))
+    scheduler.adopt(placement_of(first), histogram, counted=inf)
 
 
 def cold_costs(device: Device, planned: LayerPlan, speedup: float = 1.0) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from .find import named_modules
 from .follower import OPTIONS, Follower
 from .following_groups import groups_follower
 from .following_packed import packed_follower
+from .layers import Layer
 from .plan import read_plan
 from .replacement import Replacement
 from .schedule import Replan, Scheduler
@@ -33,6 +34,9 @@ def follow(
     - with packed copies on CPU kernels (AMX) drops the copies of experts that went cold and packs
       as many others, which takes the time that packing was measured to take.
 
+    A change that cannot be made (no memory, adapters on the experts) is logged and counted, and
+    the forward runs with what is there. Following again ends an earlier following.
+
     Costs are those of the plan's device. What ran where is in `replacement.stats()`.
 
     Args:
@@ -47,8 +51,9 @@ def follow(
         The `Following`: logs, statistics and `stop()`.
 
     Raises:
-        InvalidArgument: no layer has groups or packed copies that can change places, or an option
-            is not one of the above.
+        InvalidArgument: no layer has groups or packed copies that can change places, the plan is
+            not the one that is running, or an option is not one of the above.
+        UnsupportedLayer: packed experts have adapters.
     """
     loaded = read_plan(plan)
     unknown = options.keys() - OPTIONS
@@ -57,13 +62,17 @@ def follow(
     modules = named_modules(replacement._model)
     planned = {layer.name: (number, layer) for number, layer in enumerate(loaded.layers)}
     followers: dict[str, Follower] = {}
+    for row in replacement.layers:  # from what the plan says, not from where another left it
+        if row.kind == "experts" and row._layer is not None:
+            stop(row._layer)
     for row in replacement.layers:
         layer = row._layer
         if row.kind != "experts" or layer is None or layer.stored or row.name not in planned:
             continue
         number, own = planned[row.name]
         loads = None if calibration is None else calibration.loads(number).mean(axis=0)
-        if layer.static is not None and layer.static.layer is not None:
+        whole = None if layer.static is None else layer.static.layer
+        if whole is not None and whole.groups:
             followers[row.name] = groups_follower(row, own, loaded, loads, options)
         elif layer.packed is not None and layer.packed.nbytes:
             module = modules[row.name]
@@ -77,7 +86,7 @@ def follow(
     for row in replacement.layers:
         if row.name in followers:
             row._layer.follower = followers[row.name]
-            row._layer.counters.schedule = followers[row.name].scheduler.stats
+            row._layer.counters.schedule = followers[row.name].stats
     return Following(replacement, followers)
 
 
@@ -101,8 +110,8 @@ class Following:
         return [(name, replan) for name, s in self.layers.items() for replan in s.log]
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """`Scheduler.stats()` of each layer."""
-        return {name: scheduler.stats() for name, scheduler in self.layers.items()}
+        """`Scheduler.stats()` of each layer, and the changes that `failed`."""
+        return {name: follower.stats() for name, follower in self._followers.items()}
 
     def stop(self) -> None:
         """Back to the plan as it was, for good."""
@@ -110,5 +119,11 @@ class Following:
             follower = self._followers.get(row.name)
             if follower is None or row._layer is None or row._layer.follower is not follower:
                 continue
-            row._layer.follower = None
-            follower.restore()
+            stop(row._layer)
+
+
+def stop(layer: Layer) -> None:
+    """The layer as it was planned, followed no more."""
+    follower, layer.follower = layer.follower, None
+    if follower is not None:
+        follower.restore()

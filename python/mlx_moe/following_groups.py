@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from .cost import Array, expert_of, static_seconds
-from .follower import Follower, Ints, cold_costs, start
+from .errors import InvalidArgument
+from .follower import Follower, Ints, cold_costs, placement_of, start
 from .plan import LayerPlan, Plan
 from .replacement import ReplacedLayer
 from .schedule import Experts, Placement, Scheduler, Unit
@@ -24,6 +25,13 @@ def groups_follower(
     path: StaticPath = row._layer.static
     whole = path.layer
     assert whole is not None
+    planned_groups = {group.id: group.experts for group in planned.groups}
+    for group in whole.groups:
+        if planned_groups.get(group.name) != tuple(group.experts.tolist()):
+            raise InvalidArgument(
+                f"{row.name}: group {group.name} of experts {group.experts.tolist()} is running, "
+                "which is not in this plan: follow the plan that the model was replaced with"
+            )
     force = [whole]  # the layer that we put on the path last
     items, count = items_of(whole)
     groups = len(whole.groups)
@@ -32,7 +40,7 @@ def groups_follower(
         Experts(count, allowed=[[item < groups, True] for item in range(count)]),
         **options,
     )
-    start(scheduler, [0] * groups + [1] * (count - groups), items, loads)
+    start(scheduler, [True] * groups + [False] * (count - groups), items, loads)
 
     def change(placement: Placement, loads: Ints) -> None:
         on = placement.parts[:groups, 0] > 0
@@ -45,7 +53,12 @@ def groups_follower(
     def in_force() -> bool:
         return path.layer is force[0]  # else closed, or other layers are tried out meanwhile
 
-    return Follower(row.name, scheduler, whole.static_from or 0, items, change, in_force)
+    def now() -> Placement:
+        running = {group.name for group in force[0].groups}
+        return placement_of([g.name in running for g in whole.groups] + [False] * (count - groups))
+
+    tokens = whole.static_from or 0
+    return Follower(row.name, scheduler, tokens, items, change, in_force, now)
 
 
 def items_of(layer: StaticLayer) -> tuple[Ints, int]:
@@ -55,7 +68,7 @@ def items_of(layer: StaticLayer) -> tuple[Ints, int]:
     for number, group in enumerate(layer.groups):
         items[group.experts] = number
     rest = np.flatnonzero(~layer.hot)
-    size = max(1, int(layer.hot.sum()) // len(layer.groups))
+    size = max(1, int(layer.hot.sum()) // max(1, len(layer.groups)))
     items[rest] = len(layer.groups) + np.arange(rest.size) // size
     return items, int(items.max()) + 1
 

@@ -1,5 +1,6 @@
 """Experts that are packed for the CPU kernels in place of others."""
 
+import weakref
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -8,13 +9,16 @@ import numpy as np
 
 from . import core
 from .cost import Array, expert_of
-from .follower import Follower, Ints, cold_costs, start
-from .layers import PROJECTIONS, PackedCopies
+from .custom import evaluate
+from .errors import InvalidArgument, UnsupportedLayer
+from .follower import Follower, Ints, cold_costs, placement_of, start
+from .layers import PROJECTIONS, Layer, PackedCopies, weight_arrays
 from .plan import LayerPlan, Plan
 from .plan_cpu import packed_bytes
 from .replacement import ReplacedLayer
 from .schedule import Experts, Placement, Scheduler, Unit
-from .weights import Linear
+from .static_replace import read_linears
+from .weights import UnknownFormat
 
 
 def packed_follower(
@@ -27,10 +31,15 @@ def packed_follower(
 ) -> Follower:
     """Items are experts; as many as the plan packed can be."""
     layer, experts = row._layer, planned.facts.experts
-    force = [layer.packed]
+    if set(layer.packed.experts) != set(planned.packed):
+        raise InvalidArgument(
+            f"{row.name}: the experts {sorted(layer.packed.experts)} are packed, this plan has "
+            f"{sorted(planned.packed)}: follow the plan that the model was replaced with"
+        )
+    force = [weakref.ref(layer.packed)]  # copies go with their layer
     size = packed_bytes(expert_of(planned.facts))
     speedup = plan.device["packed_speedup"]
-    rate = size / measured_packing(module, layer.kind, row.name)
+    rate = size / measured_packing(module, layer, row.name)
     units = [
         Unit(
             "packed",
@@ -44,31 +53,41 @@ def packed_follower(
     scheduler = Scheduler(units, Experts(experts, nbytes=size), serial=True, **options)
     items = np.arange(experts)
     tokens = layer.packed.tokens
-    start(scheduler, [0 if e in planned.packed else 1 for e in range(experts)], items, loads)
+    start(scheduler, [e in planned.packed for e in range(experts)], items, loads)
 
     def change(placement: Placement, _: Ints) -> None:
-        layer.packed = force[0] = None  # the old copies' memory first
-        chosen = placement.experts_of(0)
-        copies = tuple(core.Packed(m, chosen) for m in matrices(module, layer.kind, row.name))
-        layer.packed = force[0] = PackedCopies(copies, tokens, tuple(chosen))
+        chosen = tuple(placement.experts_of(0))
+        linears = matrices(module, layer, row.name)
+        for members in ((), chosen):  # the old copies' memory first
+            copies = tuple(core.Packed(m, members) for m in linears)
+            layer.packed = PackedCopies(copies, tokens, members)
+            force[0] = weakref.ref(layer.packed)
 
     def in_force() -> bool:
-        return layer.packed is force[0]
+        return layer.packed is not None and layer.packed is force[0]()
 
-    return Follower(row.name, scheduler, tokens, items, change, in_force)
+    def now() -> Placement:
+        return placement_of([e in layer.packed.experts for e in range(experts)])
 
-
-def matrices(module: Any, kind: str, name: str) -> list[core.Matrix]:
-    linears = [Linear(module[p], f"{name}.{p}") for p in PROJECTIONS[kind]]
-    return [linear.matrix(linear.arrays) for linear in linears]
+    return Follower(row.name, scheduler, tokens, items, change, in_force, now)
 
 
-def measured_packing(module: Any, kind: str, name: str) -> float:
+def matrices(module: Any, layer: Layer, name: str) -> list[core.Matrix]:
+    """The projections' handles; UnsupportedLayer where the kernels cannot read them."""
+    linears = read_linears(module, name, PROJECTIONS[layer.kind], layer.linears)
+    evaluate(*weight_arrays(linears))
+    try:
+        return [linear.matrix(linear.arrays) for linear in linears]
+    except UnknownFormat as error:
+        raise UnsupportedLayer(str(error)) from error
+
+
+def measured_packing(module: Any, layer: Layer, name: str) -> float:
     """Seconds that packing one expert takes, the better of two."""
     best = inf
     for _ in range(2):
         begin = perf_counter()
-        for matrix in matrices(module, kind, name):
+        for matrix in matrices(module, layer, name):
             core.Packed(matrix, [0])
         best = min(best, perf_counter() - begin)
     return best

@@ -1,6 +1,7 @@
 """Swap the forward of a model's expert layers, and put it back."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,9 +234,15 @@ def swap(module: Any, row: ReplacedLayer, make_class: Any, attribute: str) -> No
 
 
 def unswap(module: Any, attribute: str) -> None:
-    if (state := module.__dict__.pop(attribute, None)) is not None:
-        module.__class__ = type(module)._moe_base
-        unshare(module, state)
+    layer = module.__dict__.pop(attribute, None)
+    if layer is None:
+        return
+    module.__class__ = type(module)._moe_base
+    unshare(module, layer)
+    if attribute == "_moe_layer":  # a `Replacement` keeps it for its counters alone
+        if layer.follower is not None:
+            layer.counters.schedule = partial(dict, layer.follower.stats())
+        layer.follower = layer.packed = layer.static = None
 
 
 def examine(

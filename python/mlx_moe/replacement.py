@@ -79,8 +79,8 @@ class Replacement:
         calls left to stock because a kernel gains nothing there; they are no fallbacks. Layers
         that were left to stock code altogether are not listed. Where a plan's static path is
         taken, static has `StaticCounters`' counts and seconds by stage; where the plan is
-        followed, schedule has `Scheduler.stats()`. With `expert_memory`, the entry "store" has the
-        figures of `ExpertStore.stats`.
+        followed, schedule has `Scheduler.stats()` and the changes that `failed`. With
+        `expert_memory`, the entry "store" has the figures of `ExpertStore.stats`.
         """
         found = {
             layer.name: layer.counters.as_dict()

@@ -9,7 +9,7 @@ Needs numpy and the C++ core only: no MLX. How the parts go together: docs/sched
         move_weights(scheduler.placement)   # yours
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from . import _core
 from .errors import InvalidArgument
-from .schedule_numbers import allowed_of, counted_of, loads_of, real_of, whole_of
+from .schedule_numbers import allowed_of, checked_ids, counted_of, loads_of, real_of, whole_of
 
 SPLIT_GAIN = 0.001
 # Those of a Scheduler that its core takes.
@@ -92,7 +92,7 @@ class Placement:
 
     Attributes:
         parts: uint32 [experts, units], how many of an expert's shards a unit has; rows sum to
-            `shards`. Which shards is free: `ranges` gives them in the order of units.
+            `shards`. Which shards is free.
         shards: parts of a whole expert.
     """
 
@@ -123,11 +123,6 @@ class Placement:
     def experts_of(self, unit: int) -> list[int]:
         """The experts of which a unit has some part."""
         return [int(e) for e in np.flatnonzero(self.parts[:, unit])]
-
-    def ranges(self, expert: int) -> list[tuple[int, int]]:
-        """For each unit, the shards [first, end) of an expert that are its; empty where none."""
-        ends = np.cumsum(self.parts[expert], dtype=np.int64)
-        return [(int(b - n), int(b)) for n, b in zip(self.parts[expert], ends, strict=True)]
 
 
 def place(
@@ -341,13 +336,8 @@ class Scheduler:
 
     def observe_ids(self, ids: Any) -> Replan | None:
         """`observe` for a forward's expert ids, integers of any shape."""
-        chosen = np.asarray(ids).reshape(-1)
-        count = self.experts.count
-        if not chosen.size:
-            return self.observe(np.zeros(count))
-        if chosen.dtype.kind not in "iu" or not 0 <= chosen.min() <= chosen.max() < count:
-            raise InvalidArgument(f"expert ids are whole numbers from 0 to {count - 1}")
-        return self.observe(np.bincount(chosen.astype(np.int64), minlength=count))
+        chosen = checked_ids(ids, self.experts.count)
+        return self.observe(np.bincount(chosen, minlength=self.experts.count))
 
     def makespan(self, histogram: ArrayLike) -> float:
         """Seconds of the slowest unit (of all, if they are `serial`) for a forward's loads."""
@@ -368,12 +358,3 @@ class Scheduler:
         self._placement = None
         assert self.placement is not None
         return self.placement
-
-
-def total_stats(schedulers: Iterable[Scheduler]) -> dict[str, float]:
-    """The sums of `stats()` over layers."""
-    total: dict[str, float] = {}
-    for scheduler in schedulers:
-        for name, value in scheduler.stats().items():
-            total[name] = total.get(name, 0) + value
-    return total

@@ -38,6 +38,19 @@ def allowed_of(allowed: Any, experts: int) -> list[int]:
     return numbers
 
 
+def checked_ids(ids: Any, experts: int) -> NDArray[np.int64]:
+    """Expert ids in a row; InvalidArgument for any that is none of so many."""
+    chosen = np.asarray(ids).reshape(-1)
+    if not chosen.size:
+        return np.zeros(0, np.int64)
+    if chosen.dtype.kind not in "iu" or not 0 <= chosen.min() <= chosen.max() < experts:
+        raise InvalidArgument(
+            f"expert ids are whole numbers from 0 to {experts - 1}, found {chosen.min()} to "
+            f"{chosen.max()}"
+        )
+    return chosen.astype(np.int64)
+
+
 def loads_of(histogram: ArrayLike) -> NDArray[np.float64]:
     try:
         found = np.asarray(histogram)

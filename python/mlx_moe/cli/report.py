@@ -109,6 +109,7 @@ def schedule_summary(ran: Iterable[Record]) -> str:
     return (
         f"rebalance: {total['replans']} re-plans in {len(followed)} layers, "
         f"{as_size(int(total['bytes_moved']))} moved; {total['declined']} shifts that did not pay"
+        + (f"; {total['failed']} changes failed" if total["failed"] else "")
     )
 
 
