@@ -38,6 +38,13 @@ CASES: dict[str, tuple[str, dict[str, Any] | None, str, str, str]] = {
     "graph, slices": ("qwen3_moe", None, "auto", "stock", "memory"),
     "graph, whole experts": ("gpt_oss", None, "none", "stock", "memory"),
 }
+# The first one finds out that the routers differ.
+DISAGREE = (
+    "fused, whole experts",
+    "biases, no fused sum",
+    "graph, slices",
+    "graph, whole experts",
+)
 SKEWED = [40.0, 1, 2, 1, 3, 1, 2, 1]  # one expert that one rank would wait for
 
 
@@ -115,6 +122,10 @@ def refusals(ranks: Ranks) -> dict[str, str]:
         "group": refused(lambda: replace(model, group=3)),
         "options": refused(lambda: Ranks(split="all" if ranks.first else "none")),
     }
+    backend = "cpu" if ranks.first else "stock"
+    ranks.split = "all"
+    found["backend"] = refused(lambda: replace(model, backend=backend, group=ranks))
+    ranks.split = "auto"
     other = model_of("two matrices") if ranks.first else model_of("fused, slices")
     found["model"] = refused(lambda: replace(other, group=ranks))
     ranks.split = "all" if ranks.first else "none"
@@ -130,6 +141,10 @@ def refusals(ranks: Ranks) -> dict[str, str]:
     model.eval()
     loss = lambda x: model.model.layers[0].mlp(x).sum()  # noqa: E731
     found["gradient"] = refused(lambda: mx.eval(mx.grad(loss)(mx.ones((1, 3, 64)))))
+    graph = model_of("fused, slices")
+    replace(graph, backend="stock", group=ranks)
+    loss = lambda x: graph.model.layers[0].mlp(x).sum()  # noqa: E731
+    found["gradient of a graph"] = refused(lambda: mx.eval(mx.grad(loss)(mx.ones((1, 3, 64)))))
     _, switch = switches(model)[0]
     switch.up_proj.weight = mx.zeros(switch.up_proj.weight.shape)
     found["changed"] = refused(lambda: mx.eval(model(tokens)))
@@ -146,8 +161,13 @@ def example(ranks: Ranks, path: str) -> dict[str, Any]:
         read.append(read_so_far() - before)
     text = mlx_lm.generate(model, tokenizer, "In the beginning", max_tokens=6)
     ranked = [m.__dict__["_moe_layer"].ranked for _, m in switches(model)]
+    graph, _ = mlx_moe.load(path, group=ranks, backend="stock")
+    sampler = ranks.sampler(lambda logprobs: mx.argmax(logprobs, axis=-1))
     return {
         "text": text,
+        "text of a graph": mlx_lm.generate(
+            graph, tokenizer, "In the beginning", max_tokens=3, sampler=sampler
+        ),
         "spared": read[1] - read[2],
         "held": sum(r.nbytes for r in ranked),
         "whole": sum(r.total_bytes for r in ranked),
@@ -162,20 +182,37 @@ def read_so_far() -> int:
         return 0
 
 
-def disagree(ranks: Ranks) -> dict[str, Any]:
+def disagree(ranks: Ranks, case: str) -> dict[str, Any]:
     """Ranks whose routers differ: rank 0's choice is what counts."""
-    ranks.split, ranks.counts = "none", None
-    model = model_of("fused, whole experts")
-    replacement = mlx_moe.replace_moe_layers(model)
+    _, _, ranks.split, backend, _ = CASES[case]
+    ranks.counts = None
+    model = model_of(case)
+    replacement = mlx_moe.replace_moe_layers(model, backend=backend)
     want = forwards(model)
     replacement.restore()
     if not ranks.first:
         for layer in model.model.layers:
-            layer.mlp.gate.weight = -layer.mlp.gate.weight
+            gate = layer.mlp["gate" if "gate" in layer.mlp else "router"]
+            gate.weight = -gate.weight
     # Identity is of the experts alone where the model is in memory.
-    mlx_moe.replace_moe_layers(model, group=ranks)
+    mlx_moe.replace_moe_layers(model, backend=backend, group=ranks)
     got = forwards(model)
     return {"errors": {k: error(got[k], want[k]) for k in want}, "sends": ranks.sends_routing}
+
+
+def replaced_before(ranks: Ranks) -> dict[str, Any]:
+    """Layers that were replaced already, and in training mode meanwhile, and whose experts
+    cannot be cut as asked."""
+    ranks.split, ranks.counts = "all", None
+    model = model_of("fused, slices")
+    nn.quantize(model, 128, 4, class_predicate=lambda path, _: "switch_mlp.down" in path)
+    mlx_moe.replace_moe_layers(model)
+    model.train()
+    replacement = mlx_moe.replace_moe_layers(model, group=ranks)
+    model.eval()
+    forwards(model)
+    kernels = [layer["kernel_calls"] for layer in replacement.stats().values()]
+    return {"kernels": kernels, "note": replacement.note}
 
 
 def sharded(ranks: Ranks) -> dict[str, Any]:
@@ -202,7 +239,8 @@ def main() -> None:
     found: dict[str, Any] = {"cases": {c: compare(c, ranks, folder) for c in CASES}}
     found["refusals"] = refusals(ranks)
     found["example"] = example(ranks, example_path)
-    found["disagree"] = disagree(ranks)
+    found["disagree"] = {case: disagree(ranks, case) for case in DISAGREE}
+    found["replaced before"] = replaced_before(ranks)
     found["sharded"] = sharded(ranks)
     ranks.finish()
     (folder / f"found{ranks.rank}.json").write_text(json.dumps(found))

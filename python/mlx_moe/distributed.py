@@ -28,8 +28,10 @@ log = logging.getLogger("mlx_moe")
 Split = Literal["auto", "all", "none"]
 SPLITS = ("auto", "all", "none")
 TIMEOUT = 60.0  # seconds
+LONGEST = 1e6  # seconds of a timeout that every system's timers take
 CHECKS = 2  # values at the end of each sum by which ranks see that they routed alike
 # What launchers set for each rank: ring and JACCL, and MPI's own.
+SIZES = ("MLX_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE")
 LAUNCHED = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
@@ -44,7 +46,7 @@ class Ranks:
         counts: where a histogram of routing comes from, see `distributed_counts`; None: uniform.
         timeout: seconds after which a rank that says nothing, or does not come to a sum that the
             others wait in, is given up: this process ends with an error.
-        sends_routing: whether the others take ids and scores from rank 0. Otherwise all compute
+        sends_routing: whether the others take x, ids and scores from rank 0. Otherwise all compute
             alike, and a checksum in every sum shows it: it costs no message of its own.
     """
 
@@ -65,8 +67,7 @@ class Ranks:
         """
         if split not in SPLITS:
             raise InvalidArgument(f"split is {split!r}; expected one of {', '.join(SPLITS)}")
-        if not timeout > 0:
-            raise InvalidArgument(f"timeout is {timeout!r}; expected seconds, more than 0")
+        _check_timeout(timeout)
         self.group = group if group is not None else mx.distributed.init()
         if not isinstance(self.group, mx.distributed.Group):
             raise InvalidArgument(
@@ -80,10 +81,14 @@ class Ranks:
         if self.size == 1:
             return
         self.watchdog.start()
-        self.agree({"split": split, "timeout": self.timeout, **_versions()})
-        arithmetic = self.gather(_arithmetic())
-        self.sends_routing = any(other != arithmetic[0] for other in arithmetic)
-        self.watchdog.connect(self.gather)
+        try:
+            self.agree({"split": split, "timeout": self.timeout, **_versions()})
+            arithmetic = self.gather(_arithmetic())
+            self.sends_routing = any(other != arithmetic[0] for other in arithmetic)
+            self.watchdog.connect(self.gather)
+        except BaseException as error:
+            self.close(str(error))
+            raise
         atexit.register(self._exit)
 
     @property
@@ -127,6 +132,13 @@ class Ranks:
         if not hasattr(self._local, "stream"):
             self._local.stream = mx.new_stream(mx.Device(mx.cpu))
         return mx.distributed.all_sum(array, group=self.group, stream=self._local.stream)
+
+    def lazy_first(self, array: mx.array) -> mx.array:
+        """Rank 0's array, as a graph. Elsewhere too it comes after the sums that the array needs:
+        zeros alone would come before them, and meet another sum."""
+        if not self.first:
+            (array,) = mx.depends([mx.zeros_like(array)], [array])
+        return self.lazy_sum(array)
 
     def from_first(self, array: mx.array, what: str = "rank 0's values") -> mx.array:
         """Rank 0's array, of the same shape and dtype everywhere."""
@@ -175,22 +187,28 @@ class Ranks:
         """`sample`, a function from log-probabilities to tokens, with rank 0's choice on all."""
 
         def first_ones(logprobs: mx.array) -> mx.array:
-            tokens = sample(logprobs)
-            mine = tokens if self.first else mx.zeros_like(tokens)
-            return self.lazy_sum(mine)
+            return self.lazy_first(sample(logprobs))
 
         return first_ones
 
     # --- the sum of a layer ---------------------------------------------------------------------
 
-    def routing(
-        self, ids: NDArray[Any], scores: NDArray[np.float32] | None, what: str
-    ) -> tuple[NDArray[Any], NDArray[np.float32] | None]:
-        """Rank 0's ids [T, k] and scores [T, k]."""
-        parts = [ids.astype(np.float32)]  # exact: there are fewer than 2**24 experts
-        parts += [] if scores is None else [scores]
-        sent = np.array(self.from_first(mx.array(np.stack(parts)), what))
-        return sent[0].astype(ids.dtype), None if scores is None else sent[1]
+    def lazy_routing(self, *own: mx.array) -> list[mx.array]:
+        """Rank 0's x, ids and scores, as a graph: one message, of f32, which holds them exactly
+        (there are fewer than 2**24 experts). Two would meet in any order."""
+        flat = mx.concatenate([array.astype(mx.float32).reshape(-1) for array in own])
+        sent = self.lazy_first(flat)
+        ends = np.cumsum([array.size for array in own]).tolist()
+        parts = mx.split(sent, ends[:-1])
+        return [p.reshape(a.shape).astype(a.dtype) for p, a in zip(parts, own, strict=True)]
+
+    def routing(self, *own: mx.array, what: str) -> list[mx.array]:
+        """The same, evaluated."""
+        mx.eval(*own)
+        with self.waiting(what):
+            sent = self.lazy_routing(*own)
+            mx.eval(*sent)
+        return sent
 
     def checksums(self, *facts: Any) -> NDArray[np.float32]:
         """[CHECKS] values that add up to zero over ranks if, and all but only if, facts agree."""
@@ -225,6 +243,7 @@ def join(**options: Any) -> Ranks | None:
     if not any(name in os.environ for name in LAUNCHED):
         return None
     timeout = options.get("timeout", TIMEOUT)
+    _check_timeout(timeout)
     try:
         with _woken_after(timeout):
             group = mx.distributed.init()
@@ -234,12 +253,24 @@ def join(**options: Any) -> Ranks | None:
         ) from error
     if group.size() > 1:
         return Ranks(group, **options)
-    if Path(os.environ.get("MLX_HOSTFILE", os.devnull)).read_text().strip():
+    if _others_launched():
         raise RankLost(
             "this process was launched as one of several ranks, and MLX found no backend to reach "
             "the others with; `mlx.launch --backend ring` works with every MLX"
         )
     return None
+
+
+def _others_launched() -> bool:
+    if Path(os.environ.get("MLX_HOSTFILE", os.devnull)).read_text().strip():
+        return True
+    counts = [os.environ.get(name, "1") for name in SIZES]
+    return any(count.isdigit() and int(count) > 1 for count in counts)
+
+
+def _check_timeout(timeout: float) -> None:
+    if not 0 < timeout <= LONGEST:
+        raise InvalidArgument(f"timeout is {timeout!r}; expected seconds, 0 to {LONGEST:g}")
 
 
 @contextmanager

@@ -43,6 +43,24 @@ class PartCounters(Counters):
         self._whole.fell_back(reason, detail)
 
 
+def matching_rows(ids: NDArray[Any], own: NDArray[Any]) -> NDArray[np.int32]:
+    """[T * k]: for each assignment of `own` [T, k] the row of the same one of `ids` [T, k].
+
+    Those of other experts, which scores a rounding apart choose, take what is left over.
+    """
+    order = np.zeros_like(own)
+    for row, (theirs, mine) in enumerate(zip(ids.tolist(), own.tolist(), strict=True)):
+        left = list(range(len(theirs)))
+        found = {}
+        for at, expert in enumerate(mine):
+            if (there := next((i for i in left if theirs[i] == expert), None)) is not None:
+                left.remove(there)
+                found[at] = there
+        order[row] = [found[at] if at in found else left.pop(0) for at in range(len(mine))]
+    first = np.arange(len(ids), dtype=np.int32)[:, None] * ids.shape[1]
+    return (first + order).reshape(-1).astype(np.int32)
+
+
 @dataclass
 class Part:
     """Slices of one width, as a replaced expert layer of their own.
@@ -66,6 +84,7 @@ class Part:
         own = Layer(layer.name, layer.kind, True, PartCounters(layer.counters))
         own.linears, own.swiglus = layer.linears, layer.swiglus
         module.__dict__["_moe_layer"] = own
+        module.__dict__["_training"] = False  # model.eval() does not come here; the layer checks
         module.__class__ = replaced_class(own_class(module))
         table = np.full(experts, -1, np.int32)
         table[[piece.expert for piece in pieces]] = np.arange(len(pieces), dtype=np.int32)
@@ -189,21 +208,19 @@ class RankedCall:
         if self.observer is not None:
             observer, self.observer = self.observer, None
             observer(self.module, self.layer, self.x, self.indices, scores)
-        if not self.experts.eager:
-            return self._lazy(scores)
-
-        def compute(x: mx.array, *given: mx.array) -> mx.array:
-            return self._compute(x, *given)
+        given = [self.x] if scores is None else [self.x, scores]
 
         def derivative(*_: mx.array) -> mx.array:
             raise InvalidArgument(
                 f"{self.layer.name}: there are no gradients while its experts are shared over ranks"
             )
 
+        if not self.experts.eager:
+            return eager(self._lazy, derivative, given)
         try:
-            return eager(compute, derivative, [self.x] if scores is None else [self.x, scores])
+            return eager(self._compute, derivative, given)
         except CannotEvaluate:
-            return self._lazy(scores)
+            return eager(self._lazy, derivative, given)
 
     def _result(self, scores: mx.array | None) -> tuple[tuple[int, ...], mx.Dtype]:
         if scores is None:
@@ -224,14 +241,15 @@ class RankedCall:
         return total.reshape(shape).astype(dtype)
 
     def _summed(
-        self, x: mx.array, ids: NDArray[Any], scores: NDArray[np.float32] | None
+        self, x: mx.array, own: NDArray[Any], scores: NDArray[np.float32] | None
     ) -> mx.array:
         """The sum over ranks, f32 and flat, by rank 0's routing."""
         experts, ranks = self.experts, self.experts.ranks
         experts.calls += 1
         what = f"{experts.name}, call {experts.calls}"
+        ids = own
         if ranks.sends_routing:
-            ids, scores = ranks.routing(ids, scores, what)
+            x, ids, scores = self._of_first(x, own, scores, what)
         total, alike = self._attempt(x, ids, scores, what)
         if not alike and not ranks.sends_routing:
             ranks.sends_routing = True  # all ranks saw the same sum: they all do this
@@ -240,14 +258,25 @@ class RankedCall:
                 "takes a message more for each layer",
                 experts.name,
             )
-            ids, scores = ranks.routing(ids, scores, what)
+            x, ids, scores = self._of_first(x, own, scores, what)
             total, alike = self._attempt(x, ids, scores, what)
         if not alike:
             raise RankMismatch(
                 f"{what}: the ranks are not at the same place of the same program; start all of "
                 "them with the same command"
             )
+        if ids is not own and scores is None:  # the block weighs the rows by its own scores
+            total = total.reshape(ids.size, -1)[mx.array(matching_rows(ids, own))].reshape(-1)
         return total
+
+    def _of_first(
+        self, x: mx.array, ids: NDArray[Any], scores: NDArray[np.float32] | None, what: str
+    ) -> tuple[mx.array, NDArray[Any], NDArray[np.float32] | None]:
+        """Rank 0's. With its x too, what it gets does not depend on what the others make of theirs:
+        blocks weigh the rows of families that do not hand us their scores by each rank's own."""
+        own = [x, mx.array(ids), *([] if scores is None else [mx.array(scores)])]
+        x, sent, *weights = self.experts.ranks.routing(*own, what=what)
+        return x, np.array(sent), np.array(weights[0]) if weights else None
 
     def _attempt(
         self, x: mx.array, ids: NDArray[Any], scores: NDArray[np.float32] | None, what: str
@@ -267,20 +296,17 @@ class RankedCall:
         alike = not np.array(total, copy=False)[-CHECKS:].any()
         return total[:-CHECKS], alike
 
-    def _lazy(self, scores: mx.array | None) -> mx.array:
+    def _lazy(self, x: mx.array, scores: mx.array | None = None) -> mx.array:
         """A graph of stock's operations; assignments of others' experts are computed with this
         rank's first one and left out."""
         ranks, ids = self.experts.ranks, self.indices.astype(mx.int32)
         if ranks.sends_routing:
-            ids = ranks.lazy_sum(ids if ranks.first else ids * 0)
-            if scores is not None:
-                own = scores.astype(mx.float32)
-                sent = own if ranks.first else own * 0
-                scores = ranks.lazy_sum(sent).astype(scores.dtype)
+            x, ids, *sent = ranks.lazy_routing(x, ids, *([] if scores is None else [scores]))
+            scores = sent[0] if sent else None
         total = mx.zeros(self.shape, mx.float32)
         for part in self.experts.parts:
             local = part.lazy_table[ids]
-            y = own_class(part.module).__call__(part.module, self.x, mx.maximum(local, 0))
+            y = own_class(part.module).__call__(part.module, x, mx.maximum(local, 0))
             total += mx.where((local >= 0)[..., None], y, 0)
         if scores is not None:
             total = (total * scores).sum(axis=-2)

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from .layers import LINEARS, PROJECTIONS, Layer
 from .placeholders import placeholder
 from .replacement import ReplacedLayer
 from .store_files import PARTS, Checkpoint, stored_experts
-from .store_names import tensor_names
+from .store_names import loaded, tensor_names
 
 log = logging.getLogger("mlx_moe")
 
@@ -120,12 +121,16 @@ def share(
     for module, row in mine:
         _check(module, row)
     for module, row in found:
-        row.backend = target
+        if row._layer is not None:  # otherwise left to stock: strict=False
+            row.backend = target
         if id(module) in sharded and target == "stock":
             row._layer = None
+        if row._layer is not None:  # replaced earlier: the state that counts goes on
+            row._layer = module.__dict__.get("_moe_layer", row._layer)
     histograms = Histograms(ranks.counts)
     placements = [_placement(module, row, ranks, target, histograms) for module, row in mine]
-    _agree(model, ranks, checkpoint, mine, placements)
+    _agree(model, ranks, checkpoint, mine, placements, target)
+    whole = _uncut(ranks, target, mine, placements)
     eager = target == "cpu"
     loaded = []
     with ExitStack() as stack:
@@ -133,16 +138,18 @@ def share(
         if checkpoint is not None:
             files = Checkpoint.open(checkpoint)
             disk = stack.enter_context(OnDisk(files, tensor_names(model, files)))
+        load = partial(_load, ranks=ranks, disk=disk, eager=eager, model=model)
         for number, ((module, row), placement) in enumerate(zip(mine, placements, strict=True)):
-            ranked = _load(module, row, number, ranks, placement, disk, eager)
+            ranked = load(module, row, number, placement)
             if checkpoint is not None:
                 ranked.originals = {}
             loaded.append((module, ranked))
     held = ranks.gather(sum(ranked.nbytes for _, ranked in loaded), PATIENCE)  # all have loaded
     ranks.share_random_state()
-    whole = sum(ranked.total_bytes for _, ranked in loaded)
-    note = f"{ranks}: of {whole / 1e6:,.1f} MB of expert weights, "
-    note += ", ".join(f"{h / max(whole, 1):.1%} on rank {rank}" for rank, h in enumerate(held))
+    total = sum(ranked.total_bytes for _, ranked in loaded)
+    note = f"{ranks}: of {total / 1e6:,.1f} MB of expert weights, "
+    note += ", ".join(f"{h / max(total, 1):.1%} on rank {rank}" for rank, h in enumerate(held))
+    note += f"; {whole}" if whole else ""
     if sharded:
         note += f"; {len(sharded)} layers are summed by their own blocks (shard())"
     return Shared(loaded, note)
@@ -179,12 +186,36 @@ def _placement(
     return place_layer(histograms.of(row.name, experts), ranks.size, inner, group_size, split)
 
 
+def _uncut(
+    ranks: Ranks,
+    target: str,
+    mine: Sequence[tuple[Any, ReplacedLayer]],
+    placements: Sequence[Placement],
+) -> str:
+    """What to say of layers whose experts were to be cut and cannot be, also to the log."""
+    if ranks.split == "none" or (ranks.split == "auto" and target != "stock"):
+        return ""
+    whole = [
+        (row.name, p) for (_, row), p in zip(mine, placements, strict=True) if p.shards < ranks.size
+    ]
+    if not whole:
+        return ""
+    name, first = whole[0]
+    text = (
+        f"experts of {len(whole)} layers stay whole: the {first.inner} inner features of {name} "
+        f"are cut at multiples of {first.unit}, which gives no slice for each of {ranks.size} ranks"
+    )
+    log.warning("%s", text)
+    return text
+
+
 def _agree(
     model: nn.Module,
     ranks: Ranks,
     checkpoint: str | Path | None,
     mine: Sequence[tuple[Any, ReplacedLayer]],
     placements: Sequence[Placement],
+    target: str,
 ) -> None:
     if checkpoint is not None:
         identity: Any = {**asdict(identity_of_files(checkpoint)), "name": None}
@@ -199,6 +230,7 @@ def _agree(
     parts = [[p.parts.tolist(), p.shards, p.unit] for p in placements]
     ranks.agree(
         {
+            "the backend": target,
             "the model": digest(identity)[:12],
             "the list of layers": digest(layers)[:12],
             "the placement of experts": digest(parts)[:12],
@@ -212,8 +244,10 @@ def _load(
     module: Any,
     row: ReplacedLayer,
     number: int,
-    ranks: Ranks,
     placement: Placement,
+    *,
+    model: nn.Module,
+    ranks: Ranks,
     disk: OnDisk | None,
     eager: bool,
 ) -> RankedExperts:
@@ -221,7 +255,7 @@ def _load(
     by_width: dict[int, list[Any]] = {}
     for piece in placement.slices(ranks.rank):
         by_width.setdefault(piece.end - piece.begin, []).append(piece)
-    source = _source(module, row, disk)
+    source = _source(model, module, row, disk)
     experts = len(placement.parts)
     modules = [local_module(module, layer.kind, p, source) for p in by_width.values()]
     return RankedExperts(
@@ -236,11 +270,11 @@ def _load(
     )
 
 
-def _source(module: Any, row: ReplacedLayer, disk: OnDisk | None) -> Source:
+def _source(model: nn.Module, module: Any, row: ReplacedLayer, disk: OnDisk | None) -> Source:
     if disk is None:
         return InMemory(module)
+    kind = PROJECTIONS[row._layer.kind]
     try:
-        kind = PROJECTIONS[row._layer.kind]
         for child in kind:
             for part in PARTS:
                 parameter = f"{row.name}.{child}.{part}"
@@ -248,5 +282,9 @@ def _source(module: Any, row: ReplacedLayer, disk: OnDisk | None) -> Source:
                     raise UnsupportedLayer(f"{parameter} is computed while the model is loaded")
         return disk.layer(stored_experts(disk.checkpoint, row.name, module, kind, disk.names))
     except UnsupportedLayer as error:
-        log.warning("%s; its experts are read whole, and what is not this rank's let go", error)
-        return InMemory(module)
+        why = str(error)  # a log that keeps the error itself keeps these arrays
+    log.warning("%s; its experts are read whole, and what is not this rank's let go", why)
+    weights = loaded(model, disk.checkpoint)  # the module's own would stay, once evaluated
+    names = [(child, part) for child in kind for part in PARTS]
+    found = {(c, p): weights.get(f"{row.name}.{c}.{p}") for c, p in names}
+    return InMemory(module, {key: a for key, a in found.items() if a is not None})

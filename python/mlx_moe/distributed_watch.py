@@ -94,6 +94,7 @@ class Watchdog(threading.Thread):
                 line.send(BEAT)
                 self._hear(rank, line, line in ready, now)
             self._judge(now)
+        self._woken.close()
         for line in self._lines.values():
             line.close()
 

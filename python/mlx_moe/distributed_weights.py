@@ -64,13 +64,17 @@ class Source(Protocol):
 
 
 class InMemory:
-    """The arrays of a module. Of a lazily loaded one, each is read whole and let go again."""
+    """The arrays of a module; or those given in their place, which nobody else holds: each is
+    read whole and let go again."""
 
-    def __init__(self, module: Any):
-        self._module = module
+    def __init__(self, module: Any, fresh: dict[tuple[str, str], mx.array] | None = None):
+        self._module, self._fresh = module, fresh or {}
 
     def stack(self, child: str, part: str, cuts: Sequence[tuple[int, Cut]]) -> mx.array:
-        array = self._module[child][part]
+        own = self._module[child][part]
+        array = self._fresh.get((child, part), own)
+        if array.shape != own.shape or array.dtype != own.dtype:  # the loader made more of it
+            array = own
         found = [cut.of(array[e]) for e, cut in cuts]
         kept = zip(found, cuts, strict=True)
         stacked = mx.stack([a if cut.keep else mx.zeros_like(a) for a, (_, cut) in kept])

@@ -28,6 +28,13 @@ def tensor_names(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Names]:
     return {name: traced[id(array)] for name, array in weights.items() if id(array) in traced}
 
 
+def loaded(model: nn.Module, checkpoint: Checkpoint) -> dict[str, mx.array]:
+    """The parameters by their paths as the loader makes them of the files, not evaluated."""
+    arrays = checkpoint.load()
+    sanitize = getattr(model, "sanitize", None)
+    return arrays if sanitize is None else dict(sanitize(arrays))
+
+
 @contextmanager
 def _recorded_stacks(traced: dict[int, Names], kept: list[Any]) -> Iterator[None]:
     """While open, what `mx.stack` makes of whole tensors along the first axis is noted."""

@@ -52,6 +52,8 @@ def launched_ranks(args: argparse.Namespace, without: dict[str, object]) -> Iter
         given = [name for name, value in without.items() if value]
         if given:
             raise MoEError(f"{', '.join(given)} cannot be used on several ranks; leave it away")
+        options = {key: value for key, value in vars(args).items() if key != "verbose"}
+        ranks.agree({f"--{key.replace('_', '-')}": repr(value) for key, value in options.items()})
         with _quiet_unless(ranks.first):
             yield ranks
             ranks.finish()
