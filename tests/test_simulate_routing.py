@@ -143,7 +143,10 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys) -> None:
     found = json.loads(out.read_text())
     assert printed.startswith("SIMULATED") and picture.read_bytes().startswith(b"\x89PNG")
     names = [r["strategy"] for r in found["results"]]
-    assert names == ["cpu", "cold", "naive", "plan", "forced"] and found["simulated"] is True
+    assert (
+        names == ["cpu", "cold", "naive", "plan", "plan-cpu", "forced"]
+        and found["simulated"] is True
+    )
     for r in found["results"]:
         assert f"{r['seconds'] * 1e3:.2f}" in printed
     assert command(*given, "--json", "-") == 0

@@ -113,9 +113,11 @@ def test_curves_between_and_beyond() -> None:
     between = float(CURVES.static_seconds(D, F, 2, 32.0))
     assert 132e-6 < between < 228e-6
     assert float(CURVES.static_seconds(D, F, 8, 32.0)) == pytest.approx(2 * 228e-6)
-    # twice as large an expert takes twice as long, of the samples of the nearest size
-    assert CURVES.cold_seconds(D, 2 * F, loads) == pytest.approx(2e-5 * loads)
-    assert CURVES.cold_seconds(D, 60 * F, loads[1:2]) == pytest.approx(60 / 64 / 16)
+    # in proportion to the size beyond those measured, on the line through them between
+    assert CURVES.cold_seconds(D, F // 2, loads) == pytest.approx(5e-6 * loads)
+    assert CURVES.cold_seconds(D, 128 * F, loads[1:2]) == pytest.approx(2 / 16)
+    between = (56 * 1e-5 + 7 / 16) / 63
+    assert CURVES.cold_seconds(D, 8 * F, loads[1:2]) == pytest.approx(between)
 
 
 def measured(device: Device, curves: Measurements) -> Device:

@@ -75,11 +75,27 @@ class Measurements:
         return seconds * (hidden * inner / near[0].size)
 
     def cold_seconds(self, hidden: int, inner: int, loads: Array) -> Array:
-        """Of each expert by its load; none for no load."""
-        near = self._nearest("cold", hidden * inner)
-        most = max(sample.experts for sample in near)
-        seconds = _over_rows((s for s in near if s.experts == most), loads) / most
-        return np.where(loads > 0, seconds * (hidden * inner / near[0].size), 0.0)
+        """Of each expert by its load; none for no load.
+
+        In proportion to its size; between two sizes measured, on the line through them.
+        """
+        size = hidden * inner
+        sizes = sorted({sample.size for sample in self.samples if sample.path == "cold"})
+        low = max((s for s in sizes if s <= size), default=sizes[0])
+        high = min((s for s in sizes if s >= size), default=sizes[-1])
+        seconds = self._cold_of(low, loads)
+        if high > low:
+            share = (size - low) / (high - low)
+            seconds = seconds * (1 - share) + self._cold_of(high, loads) * share
+        else:
+            seconds = seconds * size / low
+        return np.where(loads > 0, seconds, 0.0)
+
+    def _cold_of(self, size: int, loads: Array) -> Array:
+        """Of each expert, as measured at one size."""
+        own = [sample for sample in self.samples if sample.path == "cold" and sample.size == size]
+        most = max(sample.experts for sample in own)
+        return _over_rows((s for s in own if s.experts == most), loads) / most
 
     def _nearest(self, path: str, size: int) -> list[Sample]:
         """The samples of the size of expert that is nearest."""

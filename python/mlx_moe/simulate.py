@@ -13,7 +13,7 @@ from .simulate_layers import AllCold, ColdPath, Dense, OnPrograms, Strategy, nai
 from .simulate_routing import Routing
 from .simulate_units import Machine
 
-STRATEGIES = ("cpu", "cold", "naive", "plan", "forced")
+STRATEGIES = ("cpu", "cold", "naive", "plan", "plan-cpu", "forced")
 FORCED = 0.9  # of the assignments, of the strategy `forced`
 
 
@@ -64,8 +64,9 @@ def simulate(
         routing: its every other step is planned by, the others are simulated.
         strategies: of STRATEGIES: `cpu` (all experts on the processor), `cold` (on the cold path:
             the GPU of an Apple device), `naive` (one static program for each expert, one capacity
-            for all), `plan` (what `make_plan` chooses) and `forced` (the same with `force_hot` of
-            the assignments hot whether that is faster or not).
+            for all), `plan` (what `make_plan` chooses), `plan-cpu` (the same with the processor
+            as the cold path) and `forced` (as `plan`, with `force_hot` of the assignments hot
+            whether that is faster or not).
         memory: bytes for hot experts, as `make_plan` takes it.
         weights: of static programs.
         dense: what layers compute beside their experts, of the simulated steps.
@@ -110,9 +111,11 @@ def _strategy(
         note = f"capacity {next(p.tiers[0] for p in programs if p)}"
         return OnPrograms(machine, rest, cold, programs, weights, dense), note
     forced = name == "forced"
+    if name == "plan-cpu":
+        cold = ColdPath.on_host(machine)
     plan = make_plan(
         seen.calibration(),
-        device,
+        cold.device,
         memory=1 << 62 if forced else memory,
         weights=weights,
         force_hot=force_hot if forced else None,

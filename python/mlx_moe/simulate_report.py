@@ -14,6 +14,7 @@ WORDS = {
     "cold": "cold path alone (GPU)",
     "naive": "a program an expert",
     "plan": "planned",
+    "plan-cpu": "planned, without the GPU",
     "forced": "forced hot",
     "round-robin": "whole experts in turn",
     "balanced": "scheduled",

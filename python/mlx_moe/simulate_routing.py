@@ -185,31 +185,41 @@ def of_histograms(
     steps: int,
     seed: int,
     domains: int = 1,
+    stay: int = 1,
 ) -> Routing:
     """Steps drawn from the counts: each of `domains` domains mixed in random proportions.
+
+    `stay` steps in a row have the same mixture.
 
     Layers beyond the histograms' take theirs again from the first; other numbers of experts take
     their curve of popularity (`resampled`).
     """
     random = np.random.default_rng(seed)
-    names = sorted(histograms.domains)
     loads = [np.zeros((steps, layer.experts)) for layer in facts]
     orders = [random.permutation(layer.experts) for layer in facts]
+    mixed = np.zeros(0)
     for step in range(steps):
-        chosen = random.choice(len(names), min(domains, len(names)), replace=False)
-        parts = random.dirichlet(np.ones(len(chosen)))
-        mixed = sum(
-            part * histograms.domains[names[i]] for part, i in zip(parts, chosen, strict=True)
-        )
+        if step % stay == 0:
+            mixed = _mixture(random, histograms, domains)
         for i, layer in enumerate(facts):
-            shares = np.asarray(mixed)[i % histograms.layers]
+            shares = mixed[i % histograms.layers]
             if layer.experts != histograms.experts:
                 shares = resampled(shares, layer.experts)[orders[i]]
             loads[i][step] = draw(random, shares, tokens, layer.top_k)
-    source = f"{steps} steps of {tokens} tokens drawn from {len(names)} domains of " + (
-        histograms.name
+    source = (
+        f"{steps} steps of {tokens} tokens drawn from {len(histograms.domains)} domains of "
+        + (histograms.name)
     )
     return Routing(histograms.name, list(facts), np.full(steps, tokens, np.int64), loads, source)
+
+
+def _mixture(random: np.random.Generator, histograms: Histograms, domains: int) -> Array:
+    """Shares [layers, experts]."""
+    names = sorted(histograms.domains)
+    chosen = random.choice(len(names), min(domains, len(names)), replace=False)
+    parts = random.dirichlet(np.ones(len(chosen)))
+    shares = np.stack([histograms.domains[names[i]] for i in chosen])
+    return np.asarray(np.tensordot(parts, shares, axes=1))
 
 
 def resampled(shares: Array, experts: int) -> Array:

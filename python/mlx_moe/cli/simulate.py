@@ -57,7 +57,8 @@ def build_parser() -> argparse.ArgumentParser:
         choices=STRATEGIES,
         help="cpu: all on the processor; cold: all on the cold path (an Apple device's GPU); "
         "naive: one static program an expert, one capacity; plan: what `mlx_moe plan` chooses; "
-        "forced: --force-hot of the assignments hot (default: all that the device has units for)",
+        "plan-cpu: the same without the GPU; forced: --force-hot of the assignments hot (default: "
+        "all that the device has numbers for)",
     )
     parser.add_argument(
         "--memory", type=size, metavar="SIZE", help="For hot experts, as `mlx_moe plan` takes it"
@@ -133,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
 def possible(device: Any) -> tuple[str, ...]:
     """The strategies that the profile has the numbers for."""
     wanted = STRATEGIES if device.executor == "static" else ("cold",)
-    return tuple(s for s in wanted if s != "cpu" or "host_flops" in device.simulation)
+    return tuple(s for s in wanted if "cpu" not in s or "host_flops" in device.simulation)
 
 
 def read(args: argparse.Namespace) -> Routing:
