@@ -28,6 +28,7 @@ from mlx_moe.simulate_routing import (
     Routing,
     of_histograms,
 )
+from mlx_moe.simulate_schedule import scheduled, scheduler_of
 from mlx_moe.simulate_spread import Link, OnUnits, Spread, SpreadUnit, device_of, fixed, in_turn
 from mlx_moe.simulate_units import Machine
 
@@ -267,6 +268,36 @@ def test_experts_in_turn_and_split_take_their_shares() -> None:
         for shares in (in_turn(1, [0], 4), np.full((1, 4), 0.25))
     )
     assert whole / split == pytest.approx(4, rel=1e-3)
+
+
+def test_a_scheduler_follows_routing_and_pays_for_what_it_moves() -> None:
+    layer = facts(experts=8, hidden=256, inner=256)
+    unit = plain("u", cold_flops=1e9, cold_bandwidth=1e12, cold_seconds=1e-6)
+    units = [SpreadUnit(f"u{i}", unit, Link(f"l{i}", 1e-6, 1e11)) for i in range(2)]
+    hot_even = np.array([40.0, 1, 40, 1, 40, 1, 40, 1])  # dealt out in turn, all on one unit
+    before = np.tile(hot_even, (4, 1))
+    start = scheduled(scheduler_of(layer, units), before, before).shares[0]
+    together = np.flatnonzero((start[:, 0] == start[0, 0]) & (hot_even == 40))[:2]
+    assert len(together) == 2  # these two will be the hot ones
+    hot_two = np.where(np.isin(np.arange(8), together), 80.0, 1.0)
+    loads = np.concatenate([np.tile(hot_even, (4, 1)), np.tile(hot_two, (12, 1))])
+    spread = scheduled(scheduler_of(layer, units), before, loads)
+    np.testing.assert_allclose(spread.shares.sum(axis=2), 1)
+    work = (spread.shares * loads[:, :, None]).sum(axis=1)  # [steps, units]
+    assert work[0].max() <= 0.51 * loads[0].sum()  # as it was before
+    assert work[-1].max() <= 0.51 * loads[-1].sum()  # and after the shift
+    moved = np.flatnonzero(spread.arriving.sum(axis=1))
+    assert len(moved) and moved.min() > 4  # no step knows of its own routing
+    size = expert_of(layer).cold_bytes
+    for step in moved:
+        came = np.maximum(spread.shares[step] - spread.shares[step - 1], 0).sum(axis=0)
+        np.testing.assert_allclose(spread.arriving[step], came * size)
+
+    def seconds(found: Spread) -> float:
+        routing = Routing("x", [layer], np.full(16, 80), [loads], "a test")
+        return outcome("x", OnUnits(routing, units, [found]), 16, None).seconds
+
+    assert seconds(spread) < 0.75 * seconds(fixed(in_turn(8, [0, 1], 2), 16))
 
 
 def test_profiles_keep_their_simulation_numbers() -> None:

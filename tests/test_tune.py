@@ -243,14 +243,14 @@ def test_copies_that_do_not_pay_are_not_made() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda m: m.pop("date"), "date, overlap and samples"),
-        (lambda m: m.update(date=3), "date is 3"),
-        (lambda m: m.update(overlap=2), "overlap is 2"),
+        (lambda m: m.pop("date"), r"measurements: \['date'\] missing"),
+        (lambda m: m.update(date=3), r"measurements.date: .*found 3"),
+        (lambda m: m.update(overlap=2), r"measurements.overlap: .*found 2"),
         (lambda m: m.update(samples=[]), "samples"),
-        (lambda m: m["samples"][0].update(path="warm"), r"samples\[0\]: path is 'warm'"),
-        (lambda m: m["samples"][1].update(rows=0), r"samples\[1\]: rows is 0"),
-        (lambda m: m["samples"][1].update(experts=True), "experts is True"),
-        (lambda m: m["samples"][1].update(seconds=0), "seconds is 0"),
+        (lambda m: m["samples"][0].update(path="warm"), r"samples\[0\].path: .*found 'warm'"),
+        (lambda m: m["samples"][1].update(rows=0), r"samples\[1\].rows: .*found 0"),
+        (lambda m: m["samples"][1].update(experts=True), r"samples\[1\].experts: .*found True"),
+        (lambda m: m["samples"][1].update(seconds=0), r"samples\[1\].seconds: .*found 0"),
         (lambda m: m["samples"][1].pop("inner"), "inner"),
     ],
 )
