@@ -14,6 +14,7 @@ import pytest
 from artifacts import group
 from commands import INTERRUPTIBLE
 from compiled import INNER, LAYERS, stamps
+from test_manifest import entry, separate
 
 pytest.importorskip("coremltools")
 
@@ -125,6 +126,19 @@ def test_ctrl_c_stops_at_once_and_keeps_what_is_done(
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in err
     assert stamps(out) and not (out / "manifest.json").exists()
+
+
+def test_another_form_takes_a_packages_place_even_if_it_stops_there(tmp_path: Path) -> None:
+    directory = compiling.CompileDirectory(tmp_path)
+    for before, after in ((entry("g0"), separate("g0")), (separate("g0"), entry("g0"))):
+        (tmp_path / before.path).mkdir(exist_ok=True)
+        directory.begin({before.id: before})
+        stage = directory.stage(after.id)
+        (stage / "written").mkdir()
+        directory.publish(stage / "written", after)
+        found = {path.name for path in tmp_path.iterdir()}
+        assert found == {after.path, ".compiling"}
+        assert directory.finished() == {"g0": after}
 
 
 def test_two_compilations_of_one_directory_do_not_meet(

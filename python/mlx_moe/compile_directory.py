@@ -13,6 +13,7 @@ from .durable import sync_directory, write_json
 from .errors import CorruptArtifact, DiskFull, MoEError
 from .manifest import NAME, Manifest, verify_package
 from .package_entry import PackageEntry
+from .package_form import MACOS, container
 
 WORK = ".compiling"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -90,12 +91,17 @@ class CompileDirectory:
         return path
 
     def publish(self, package: Path, entry: PackageEntry) -> None:
-        """Put a written package in its place and note it; its stage goes."""
+        """Put a written package in its place and note it; its stage goes.
+
+        So does its other form: notes are by id, and nothing else would remember it.
+        """
         place = self.root / entry.path
         with writing(self.root):
             if place.exists():
                 place.rename(package.parent / "before")
             package.rename(place)
+            for path in {container(entry.id, macos) for macos in MACOS} - {entry.path}:
+                shutil.rmtree(self.root / path, ignore_errors=True)
             sync_directory(self.root)
             self._note(entry)
             shutil.rmtree(package.parent)
