@@ -15,10 +15,12 @@ import rank_models
 import ranks
 from families import FAMILIES, build, switches
 from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import SwitchGLU
 
 import mlx_moe
 from mlx_moe.distributed import Ranks, join
 from mlx_moe.distributed_layer import matching_rows
+from mlx_moe.distributed_weights import Cut, InMemory
 from mlx_moe.errors import InvalidArgument, RankLost
 from mlx_moe.store_files import Checkpoint
 from mlx_moe.store_names import loaded
@@ -127,6 +129,20 @@ def test_layers_replaced_before(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert min(rank["replaced before"]["kernels"]) > 0
         assert "experts of 2 layers stay whole: the 128 inner" in rank["replaced before"]["note"]
+
+
+def test_one_slice_is_a_copy() -> None:
+    """A view would keep all experts in memory, and the kernels do not read its columns."""
+    module = SwitchGLU(64, 4096, 4)
+    mx.eval(module.parameters())
+    whole = mx.get_active_memory()
+    cut = Cut(slice(None), slice(1024, 2048))
+    array = InMemory(module).stack("down_proj", "weight", [(2, cut)])
+    wanted = np.array(module.down_proj.weight)[2:3, :, 1024:2048]
+    assert np.array_equal(np.array(array), wanted)
+    mlx_moe.core.Matrix(weight=array)
+    del module
+    assert mx.get_active_memory() < whole / 4
 
 
 def test_transformed_experts_are_let_go(tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ class InMemory:
         found = [cut.of(array[e]) for e, cut in cuts]
         kept = zip(found, cuts, strict=True)
         stacked = mx.stack([a if cut.keep else mx.zeros_like(a) for a, (_, cut) in kept])
+        stacked = mx.contiguous(stacked)  # a stack of one is a view of the array, which stays then
         mx.eval(stacked)
         return stacked
 
