@@ -229,8 +229,8 @@ def plain(name: str, **values: float) -> Device:
 
 def test_units_work_at_once_and_links_one_after_the_other() -> None:
     layer = facts(experts=4, hidden=64, inner=32)
-    loads = np.array([[3.0, 1, 0, 2]])
-    routing = Routing("x", [layer], np.array([4]), [loads], "a test")
+    loads = np.array([[3.0, 1, 1, 2]])
+    routing = Routing("x", [layer], np.array([2]), [loads], "a test")
     fast = plain("fast", cold_flops=1e6, cold_bandwidth=1e12, cold_seconds=1e-3)
     slow = plain("slow", cold_flops=5e5, cold_bandwidth=1e12, cold_seconds=2e-3)
     link = Link("link", 0.1, 1e4)
@@ -240,19 +240,26 @@ def test_units_work_at_once_and_links_one_after_the_other() -> None:
         SpreadUnit("u2", slow, link, rows=False),
     ]
     shares = np.array([[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [0.5, 0.5, 0]])
-    arriving = np.array([[0.0, 1e4, 0.0]])
+    arriving = np.array([[0.0, 1e4, 2.5e4]])
     strategy = OnUnits(routing, units, [Spread(shares[None], arriving)], Dense(np.array([2e6]), 0))
     line = run(strategy.tasks(0), strategy.units)
     one = 2 * 3 * 64 * 32
-    own = (3 + 0.5 * 2) * one / 1e6 + 2e-3
-    other = (1 + 0.5 * 2) * one / 5e5 + 4e-3
-    rows = 0.1 + 3 * 64 * 2 / 1e4  # three assignments there, and back
-    weights = 0.1 + 1e4 / 1e4  # on their way since the beginning
+    first = (3 + 0.5 * 2) * one / 1e6 + 2e-3
+    second = (1 + 0.5 * 2) * one / 5e5 + 4e-3
+    third = one / 5e5 + 2e-3
+    rows = 0.1 + 2 * 64 * 2 / 1e4  # three assignments there and back, of two tokens
+    weights = (0.1 + 1) + (0.1 + 2.5)  # on their way since the beginning, one after the other
     assert line.working == pytest.approx(
-        {"u0": 2.0 + own, "u1": other, "u2": 0.0, "link": weights + 2 * rows}
+        {"u0": 2.0 + first, "u1": second, "u2": third, "link": weights + 2 * rows}
     )
-    assert line.seconds == pytest.approx(max(2.0 + own, max(2.0, weights) + rows + other + rows))
-    assert joules(line, strategy.units, 0.0) == pytest.approx(10 * (2.0 + own) + other)
+    assert line.ends[0:2] == pytest.approx([1.1, weights]) and weights > 2.0
+    assert line.seconds == pytest.approx(weights + rows + second + rows)  # rows waited for the link
+    third_end = next(
+        end for end, task in zip(line.ends, strategy.tasks(0), strict=True) if task.unit == "u2"
+    )
+    assert third_end == pytest.approx(weights + third)  # and computing for its weights
+    known = {**strategy.units, "u2": Unit("u2", 0.0)}
+    assert joules(line, known, 0.0) == pytest.approx(10 * (2.0 + first) + second)
 
 
 def test_experts_in_turn_and_split_take_their_shares() -> None:
