@@ -200,6 +200,19 @@ def disagree(ranks: Ranks, case: str) -> dict[str, Any]:
     return {"errors": {k: error(got[k], want[k]) for k in want}, "sends": ranks.sends_routing}
 
 
+def other_order(ranks: Ranks, backend: str) -> float:
+    """The error of outputs whose experts rank 0 has in another order than rank 1."""
+    ranks.split, ranks.counts = "none", None
+    model = model_of("biases, no fused sum")
+    _, switch = switches(model)[0]
+    x, ids = mx.random.normal((3, 64), key=mx.random.key(1)), mx.array([[0, 1], [5, 2], [7, 6]])
+    ids = ids if ranks.first else ids[:, ::-1]
+    want = switch(x, ids)
+    mx.eval(want)
+    mlx_moe.replace_moe_layers(model, backend=backend, group=ranks)
+    return error(switch(x, ids), want)
+
+
 def replaced_before(ranks: Ranks) -> dict[str, Any]:
     """Layers that were replaced already, and in training mode meanwhile, and whose experts
     cannot be cut as asked."""
@@ -240,6 +253,7 @@ def main() -> None:
     found["refusals"] = refusals(ranks)
     found["example"] = example(ranks, example_path)
     found["disagree"] = {case: disagree(ranks, case) for case in DISAGREE}
+    found["other order"] = {backend: other_order(ranks, backend) for backend in ("cpu", "stock")}
     found["replaced before"] = replaced_before(ranks)
     found["sharded"] = sharded(ranks)
     ranks.finish()

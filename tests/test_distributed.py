@@ -117,10 +117,12 @@ def test_routing_is_that_of_rank_0(found: list[dict[str, Any]], case: str) -> No
         assert max(rank["disagree"][case]["errors"].values()) < F32
 
 
-def test_scores_meet_their_experts() -> None:
+def test_scores_meet_their_experts(found: list[dict[str, Any]]) -> None:
     """Rank 0's experts in another order; in the second row one that this rank did not choose."""
     ids, own = np.array([[5, 2, 7], [1, 2, 3]]), np.array([[7, 5, 2], [3, 4, 1]])
     assert matching_rows(ids, own).tolist() == [2, 0, 1, 5, 4, 3]
+    for rank in found:
+        assert max(rank["other order"].values()) < F32
 
 
 def test_layers_replaced_before(found: list[dict[str, Any]]) -> None:

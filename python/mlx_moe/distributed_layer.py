@@ -311,4 +311,8 @@ class RankedCall:
         if scores is not None:
             total = (total * scores).sum(axis=-2)
         total = ranks.lazy_sum(total)
+        if ranks.sends_routing and scores is None:  # as `matching_rows`, a place for a place
+            same = self.indices.astype(mx.int32)[..., :, None] == ids[..., None, :]
+            places = mx.where(same.any(axis=-1), same.argmax(axis=-1), mx.arange(ids.shape[-1]))
+            total = mx.take_along_axis(total, places[..., None], axis=-2)
         return total.astype(self._result(scores)[1])
