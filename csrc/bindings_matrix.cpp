@@ -108,10 +108,12 @@ void make_matrix(HeldMatrix* self, nb::object weight, nb::object scales, nb::obj
   new (self) HeldMatrix{m, std::move(arrays), std::move(packed), {}};
 }
 
-std::shared_ptr<HeldPacked> make_packed(const HeldMatrix& h, const std::vector<size_t>& experts) {
+std::shared_ptr<HeldPacked> make_packed(const HeldMatrix& h, const std::vector<size_t>& experts,
+                                        std::shared_ptr<HeldPacked> previous) {
   require(!h.m.table, "experts of a store are not packed: their slots change");
   nb::gil_scoped_release release;
-  return std::make_shared<HeldPacked>(HeldPacked{PackedExperts(h.m, experts), h.arrays});
+  return std::make_shared<HeldPacked>(
+      HeldPacked{PackedExperts(h.m, experts, previous ? &previous->experts : nullptr), h.arrays});
 }
 
 size_t matrix_bytes(const HeldMatrix& h) {
@@ -130,8 +132,9 @@ void bind_matrix(nb::module_& m) {
       "Copies of some experts of a Matrix in the kernels' own layout, for its `packed`.\n\n"
       "With tiles (isa 'amx'), many bfloat16 or float16 tokens are multiplied with such\n"
       "experts without unpacking them; the copies are bfloat16. Empty (nbytes 0) where the\n"
-      "kernel in use has no such layout. Raises InvalidArgument on an expert out of range.")
-      .def(nb::new_(&make_packed), "matrix"_a, "experts"_a)
+      "kernel in use has no such layout. Copies that previous has of the same arrays are shared\n"
+      "with it, not made anew. Raises InvalidArgument on an expert out of range.")
+      .def(nb::new_(&make_packed), "matrix"_a, "experts"_a, "previous"_a = nb::none())
       .def_prop_ro("nbytes", [](const HeldPacked& h) { return h.experts.bytes(); });
   nb::class_<HeldMatrix>(
       m, "Matrix",

@@ -203,6 +203,28 @@ def test_packed_experts_give_the_same_bits(isa, fmt, dtype, tokens):
     assert copies[0].nbytes == (2 * tiles if isa == "amx" and fmt != "float32" else 0)
 
 
+def test_copies_of_the_same_arrays_are_taken_over(isa):
+    """What was packed before is not read again: it does not show a later change of the arrays."""
+    arrays = {
+        key: np.array(value) if isinstance(value, mx.array) else value
+        for key, value in parts("q4g64", K, K, mx.float16).items()
+    }
+    matrix = core.Matrix(**arrays)
+    first = core.Packed(matrix, [0, 2])
+    arrays["scales"][:] = 0
+    arrays["biases"][:] = 0
+    copies = core.Packed(matrix, [0, 1], first)
+    assert copies.nbytes == first.nbytes
+    del first
+    x, y = rows(90, K, mx.float16), zeros((90, 3, K), mx.float16)
+    ids = mx.array(np.tile(np.arange(3, dtype=np.uint32), (90, 1)))
+    core.grouped(x, ids, core.Matrix(**arrays, packed=copies), y)
+    shown = f64(y).any(axis=(0, 2)).tolist()
+    assert shown == [isa == "amx", False, False], "of those given up, and of new ones, none"
+    anew = core.Packed(core.Matrix(**(arrays | {"scales": arrays["scales"].copy()})), [0], copies)
+    assert anew.nbytes == copies.nbytes / 2
+
+
 def test_packed_expert_out_of_range():
     with pytest.raises(InvalidArgument, match="expert 5 of 5"):
         core.Packed(make("q4g64", FF, K)[0], [5])

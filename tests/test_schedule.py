@@ -264,6 +264,36 @@ def test_dear_weights_stay_where_they_are() -> None:
     assert moved[0] > moved[2]
 
 
+def test_what_was_placed_for_nothing_is_placed_again() -> None:
+    scheduler = Scheduler(FOUR, Experts(8, nbytes=1))
+    scheduler.plan(np.zeros(8))
+    skewed = np.zeros(8)
+    skewed[scheduler.placement.experts_of(0)] = 100
+    replan = scheduler.observe(skewed)
+    assert replan is not None
+    assert replan.shift == 1
+    assert scheduler.makespan(skewed) == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize("serial", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_what_can_be_placed_is(seed: int, serial: bool) -> None:
+    """Units that are just large enough, each expert allowed on its own and on units by lot."""
+    random = np.random.default_rng(seed)
+    count, number = 12, 4
+    home = random.permutation(np.arange(count) % number)
+    allowed = random.random((count, number)) < 0.25
+    allowed[np.arange(count), home] = True
+    units = [Unit(str(u), 1e-6 * (1 + u), memory=count / number, load=1e9) for u in range(number)]
+    experts = Experts(count, nbytes=1, allowed=allowed)
+    scheduler = Scheduler(units, experts, serial=serial, minimum=1)
+    for _ in range(20):
+        scheduler.observe(random.integers(0, 500, count))
+        owner = scheduler.placement.owner
+        assert allowed[np.arange(count), owner].all()
+        assert np.bincount(owner).tolist() == [count // number] * number
+
+
 def test_units_that_are_alike_keep_their_experts() -> None:
     """The same loads on other experts' numbers: a placement that only renames units moves none."""
     scheduler = Scheduler(FOUR, Experts(4, nbytes=1))
@@ -312,6 +342,7 @@ NAN = math.nan
             "allowed is not a row of units for each of 2 experts",
         ),
         (lambda: schedule.round_robin(0, Experts(2)), "2 experts on 0 units"),
+        (lambda: Scheduler(FOUR, Experts(10**12)), "1000000000000 experts, expected 1 to"),
         (lambda: Scheduler(FOUR, Experts(2, allowed=[])), "allowed is not a row of units"),
         (
             lambda: schedule.place([1, 1], FOUR, Experts(2, allowed=[[1], [1]])),

@@ -20,20 +20,30 @@ char* aligned(char* p) {
 
 }  // namespace
 
-PackedExperts::PackedExperts(const Matrix& m, const std::vector<size_t>& experts)
+PackedExperts::PackedExperts(const Matrix& m, const std::vector<size_t>& experts,
+                             const PackedExperts* previous)
     : weight_(m.weight), scales_(m.scales), biases_(m.biases) {
   for (size_t e : experts) require(e < m.experts, "expert ", e, " of ", m.experts);
   const Kernel& kernel = kernel_for(chosen_isa(), Scalar::bf16, m);
   if (!kernel.pack_rows) return;
+  kernel_ = &kernel;
+  copies_.resize(m.experts);
   table_.resize(m.experts);
+  const bool shared = previous && previous->kernel_ == kernel_ && previous->table(m);
   size_t size = kernel.packed_bytes(m), each = (m.rows + kernel.block_rows - 1) / kernel.block_rows;
   std::vector<std::pair<size_t, char*>> work;
   for (size_t e : experts) {
     if (table_[e]) continue;
-    char* copy = aligned(copies_.emplace_back(new char[size + kLine]).get());
+    bytes_ += size;
+    if (shared && previous->table_[e]) {
+      copies_[e] = previous->copies_[e];
+      table_[e] = previous->table_[e];
+      continue;
+    }
+    copies_[e].reset(new char[size + kLine]);
+    char* copy = aligned(copies_[e].get());
     table_[e] = copy;
     work.emplace_back(e, copy);
-    bytes_ += size;
   }
   ThreadPool::shared().run(work.size() * each, [&](size_t i) {
     auto [expert, copy] = work[i / each];

@@ -12,8 +12,10 @@ namespace mlx_moe {
 // weights) and belong to the very arrays that they were made from.
 class PackedExperts {
  public:
+  // Copies that `previous` has of the same arrays are shared with it instead of made anew.
   // Throws Error on an expert out of range; holds nothing where the kernel has no such layout.
-  PackedExperts(const Matrix& m, const std::vector<size_t>& experts);
+  PackedExperts(const Matrix& m, const std::vector<size_t>& experts,
+                const PackedExperts* previous = nullptr);
   PackedExperts(PackedExperts&&) = default;
 
   // The table for a Matrix, null unless m reads the arrays that were packed.
@@ -22,7 +24,8 @@ class PackedExperts {
 
  private:
   const uint8_t *weight_, *scales_, *biases_;
-  std::vector<std::unique_ptr<char[]>> copies_;
+  const void* kernel_ = nullptr;                 // whose layout it is
+  std::vector<std::shared_ptr<char[]>> copies_;  // by expert, as `table_`
   std::vector<const void*> table_;
   size_t bytes_ = 0;
 };

@@ -28,6 +28,31 @@ std::vector<uint32_t> by_load(std::span<const double> histogram) {
   return order;
 }
 
+// Whole on a full unit that it may be on, from which another expert goes on to where that one may
+// be, and so on up to a unit with room: the shortest such chain, false if there is none.
+bool displace(Packing& p, size_t expert) {
+  const size_t n = p.units();
+  std::vector<size_t> mover(n), from(n, n), queue;
+  std::vector<bool> seen(n);
+  auto reach = [&](size_t u, size_t e, size_t source) {
+    if (seen[u] || !p.may(e, u)) return;
+    seen[u] = true, mover[u] = e, from[u] = source;
+    queue.push_back(u);
+  };
+  for (size_t u = 0; u < n; ++u) reach(u, expert, n);
+  for (size_t i = 0; i < queue.size(); ++i) {
+    size_t u = queue[i];
+    if (p.room(u) >= p.shards()) {
+      for (; from[u] < n; u = from[u]) p.move(mover[u], from[u], u, p.shards());
+      p.set(expert, u, p.shards());
+      return true;
+    }
+    for (uint32_t e : p.whole(u))
+      for (size_t v = 0; v < n; ++v) reach(v, e, u);
+  }
+  return false;
+}
+
 // Whole on the unit that is done first with it; in pieces where no unit has room for all of it.
 void put(Packing& p, size_t expert) {
   size_t best = p.units();
@@ -39,7 +64,7 @@ void put(Packing& p, size_t expert) {
     }
   if (best < p.units())
     p.set(expert, best, p.shards());
-  else
+  else if (p.shards() > 1 || !displace(p, expert))
     spread_expert(p, expert);
 }
 
@@ -137,8 +162,10 @@ Packing pack_serial(const Sorted& problem, const Placement* from, double horizon
     for (size_t u = 0; u < n; ++u)
       if (p.may(e, u) && p.room(u) >= p.shards() && (best == n || cost(e, u) < cost(e, best)))
         best = u;
-    require(best < n, "no unit that expert ", problem.order[e], " may be on has room for it");
-    p.set(e, best, p.shards());
+    if (best < n)
+      p.set(e, best, p.shards());
+    else
+      require(displace(p, e), "no unit that expert ", problem.order[e], " may be on has room");
   }
   return p;
 }

@@ -31,16 +31,13 @@ bool same(const Unit& a, const Unit& b) {
 }  // namespace
 
 Scheduler::Scheduler(const Experts& experts, std::vector<Unit> units, const ScheduleOptions& o)
-    : experts_(experts),
-      units_(std::move(units)),
-      options_(o),
-      planned_(experts.count),
-      pending_(experts.count),
-      gathered_(experts.count) {
+    : experts_(experts), units_(std::move(units)), options_(o) {
   require(o.shift >= 0 && o.shift <= 1, "shift is ", o.shift, ", expected 0 to 1");
   for (double x : {o.noise, o.hysteresis, o.horizon, o.minimum, o.place.split_gain, o.place.noise})
     require(std::isfinite(x) && x >= 0, "noise, hysteresis, horizon, minimum and split_gain are ",
             "finite numbers of at least 0, found ", x);
+  check_problem(experts_, units_);  // before anything is as large as it says
+  for (auto* counts : {&planned_, &pending_, &gathered_}) counts->resize(experts_.count);
   place(experts_, units_, planned_, options_.place);  // says now what could not be placed later
 }
 
@@ -113,18 +110,24 @@ std::optional<Replan> Scheduler::decide() {
     plan(forward, counted);
     return std::nullopt;
   }
-  const double shift = total_variation(gathered_, planned_);
+  const bool blind = sum(planned_) <= 0;  // placed for nothing that was counted: any load differs
+  const double shift = blind ? 1 : total_variation(gathered_, planned_);
   const double threshold =
       options_.shift + options_.noise * expected_variation(gathered_, planned_);
-  if (shift <= threshold) return std::nullopt;
+  if (!blind && shift <= threshold) return std::nullopt;
 
   const PlaceOptions options = place_options(sum(forward), counted);
   const double before = expected_makespan(experts_, units_, forward, *placement_, options);
   std::optional<Placement> best;
   Replan found{counts_.forwards, counted, shift, threshold, before, before, 0, 0};
   double least = before * options_.horizon;
-  for (const Placement& candidate : {adjust(experts_, units_, forward, *placement_, options),
-                                     relabelled(place(experts_, units_, forward, options))}) {
+  std::vector<Placement> candidates{adjust(experts_, units_, forward, *placement_, options)};
+  try {
+    candidates.push_back(relabelled(place(experts_, units_, forward, options)));
+  } catch (const Error&) {
+    // Experts in pieces, placed one by one, can fill units that others must be on.
+  }
+  for (const Placement& candidate : candidates) {
     const std::vector<double> arriving = arriving_bytes(experts_, units_, *placement_, candidate);
     double moving = 0;
     for (size_t u = 0; u < units_.size(); ++u)

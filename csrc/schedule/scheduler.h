@@ -17,12 +17,13 @@ struct ScheduleOptions {
 
 // A change of the placement, as it was decided.
 struct Replan {
-  uint64_t forward;         // how many were observed before it
-  double assignments;       // counted since routing last shifted
-  double shift, threshold;  // total variation from what was planned for, and what it passed
-  double before, after;     // predicted seconds of a forward, by the old and the new placement
-  double bytes;             // of weights that change places
-  double moving;            // seconds that takes
+  uint64_t forward;    // how many were observed before it
+  double assignments;  // counted since routing last shifted
+  // Total variation from what was planned for, 1 if that was nothing, and what it passed.
+  double shift, threshold;
+  double before, after;  // predicted seconds of a forward, by the old and the new placement
+  double bytes;          // of weights that change places
+  double moving;         // seconds that takes
 };
 
 struct ScheduleCounts {

@@ -58,10 +58,13 @@ def packed_follower(
     def change(placement: Placement, _: Ints) -> None:
         chosen = tuple(placement.experts_of(0))
         linears = matrices(module, layer, row.name)
-        for members in ((), chosen):  # the old copies' memory first
-            copies = tuple(core.Packed(m, members) for m in linears)
-            layer.packed = PackedCopies(copies, tokens, members)
+        kept = tuple(e for e in layer.packed.experts if e in chosen)
+        for members in (kept, chosen):  # the memory of those that leave first
+            old = layer.packed.copies
+            copies = (core.Packed(m, members, c) for m, c in zip(linears, old, strict=True))
+            layer.packed = PackedCopies(tuple(copies), tokens, members)
             force[0] = weakref.ref(layer.packed)
+            del old
 
     def in_force() -> bool:
         return layer.packed is not None and layer.packed is force[0]()

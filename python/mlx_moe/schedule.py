@@ -72,6 +72,8 @@ class Experts:
         row_nbytes: that an assignment moves over a unit's `link`: its input and its result.
         shards: equal parts along ff that an expert can be cut into; 1 keeps every expert whole.
         allowed: for each expert, whether it may be on each unit; None: every one on every unit.
+            With shards, memory and sets that leave little choice, a placement in pieces may not
+            be found though there is one; whole experts are always placed if they can be.
     """
 
     count: int
@@ -211,7 +213,8 @@ class Replan:
     Attributes:
         forward: forwards observed when it was.
         assignments: counted for it since routing last shifted.
-        shift: total variation (0 to 1) between what was counted and what was planned for.
+        shift: total variation (0 to 1) between what was counted and what was planned for; 1 where
+            the placement was made for nothing that was counted.
         threshold: that it passed.
         before, after: predicted seconds of a forward by the old and by the new placement.
         bytes_moved: of weights that change units.
