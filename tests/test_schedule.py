@@ -272,7 +272,7 @@ def test_what_was_placed_for_nothing_is_placed_again() -> None:
     replan = scheduler.observe(skewed)
     assert replan is not None
     assert replan.shift == 1
-    assert scheduler.makespan(skewed) == pytest.approx(1e-4)
+    assert scheduler.makespan(skewed) == pytest.approx(2e-4)
 
 
 @pytest.mark.parametrize("serial", [False, True])
@@ -342,7 +342,7 @@ NAN = math.nan
             "allowed is not a row of units for each of 2 experts",
         ),
         (lambda: schedule.round_robin(0, Experts(2)), "2 experts on 0 units"),
-        (lambda: Scheduler(FOUR, Experts(10**12)), "1000000000000 experts, expected 1 to"),
+        (lambda: Scheduler(FOUR, Experts(10**9)), "1000000000 experts, expected 1 to"),
         (lambda: Scheduler(FOUR, Experts(2, allowed=[])), "allowed is not a row of units"),
         (
             lambda: schedule.place([1, 1], FOUR, Experts(2, allowed=[[1], [1]])),
