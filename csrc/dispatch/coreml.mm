@@ -139,8 +139,7 @@ class Call {
                               options:options
                     completionHandler:^(id<MLFeatureProvider> given, NSError* error) {
                       @autoreleasepool {
-                        call->finish(given == nil ? failure("a prediction failed", error)
-                                                  : call->read(given, 0));
+                        call->finish_with(given, error);
                       }
                     }];
     });
@@ -172,6 +171,15 @@ class Call {
         status = read([given featuresAtIndex:NSInteger(i)], i);
     });
     finish(raised == nil ? status : Status{"a batch failed: " + text(raised)});
+  }
+
+  // With what a prediction gave, which may raise when it is read.
+  void finish_with(id<MLFeatureProvider> given, NSError* error) {
+    __block Status status;
+    NSString* raised = mlx_moe_attempt(^{
+      status = given == nil ? failure("a prediction failed", error) : read(given, 0);
+    });
+    finish(raised == nil ? status : Status{"a prediction failed: " + text(raised)});
   }
 
   // The first time it is called, which a handler and an exception both might do.
@@ -236,6 +244,11 @@ struct CoreMLExecutor::Impl {
 
 CoreMLExecutor::CoreMLExecutor(bool surfaces) : impl_(std::make_shared<Impl>(surfaces)) {}
 CoreMLExecutor::~CoreMLExecutor() {
+  // A forked child has no such thread to join, and Core ML's objects do not work there: both stay.
+  if (impl_->process != getpid()) {
+    (void)new std::shared_ptr<Impl>(std::move(impl_));
+    return;
+  }
   @autoreleasepool {
     impl_.reset();
   }

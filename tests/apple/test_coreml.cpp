@@ -238,6 +238,7 @@ TEST_CASE("predictions and batches that fail are outcomes, and the next ones go 
       {[](shim::Model& m) { m.predicts = false; },
        "Error computing the outputs (com.apple.CoreML 5)"},
       {[](shim::Model& m) { m.raises = true; }, "an input is missing"},
+      {[](shim::Model& m) { m.raises_on_read = true; }, "failed: the result y is gone"},
       {[](shim::Model& m) { m.given = {1, kWidth, 1, 5}; }, "of another shape"},
   };
   for (const auto& [change, part] : cases)
@@ -285,6 +286,26 @@ TEST_CASE("a forked child is told that Core ML does not work there") {
   int status = -1;
   waitpid(child, &status, 0);
   CHECK(status == 0);
+}
+
+TEST_CASE("a forked child lets go of an executor whose batch thread is its parent's") {
+  NothingLeft after;
+  Apple apple;
+  std::vector<Tile> tiles(2, Tile(32));
+  const std::vector<Request> requests{tiles[0].request(apple.number),
+                                      tiles[1].request(apple.number)};
+  for (const Outcome& o : apple.run(requests)) CHECK(o.status.ok());
+  REQUIRE(shim::seen().batches == 1);
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(10);  // ends a child that waits for the thread
+    apple.queue.reset();
+    _exit(0);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  CHECK(status == 0);
+  for (const Outcome& o : apple.run(requests)) CHECK(o.status.ok());
 }
 
 TEST_CASE("packages are compiled, or it is said why not") {

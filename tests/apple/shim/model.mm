@@ -5,6 +5,16 @@
 
 using namespace shim;
 
+// A result that cannot be read.
+@interface Unreadable : NSObject <MLFeatureProvider>
+@end
+@implementation Unreadable
+- (MLFeatureValue*)featureValueForName:(NSString*)name {
+  [NSException raise:@"NSGenericException" format:@"the result %@ is gone", name];
+  return nil;
+}
+@end
+
 @implementation MLModelConfiguration
 COUNTED(Configuration)
 - (MLComputeUnits)computeUnits {
@@ -102,6 +112,7 @@ COUNTED(Loaded)
 // The result of one prediction, in the backing if it is to be taken.
 - (id<MLFeatureProvider>)outputOf:(id<MLFeatureProvider>)input backings:(NSDictionary*)backings {
   const shim::Model& model = *[self state]->model;
+  if (model.raises_on_read) return [[[Unreadable alloc] init] autorelease];
   std::this_thread::sleep_for(model.duration);
   NSString* name = [NSString stringWithUTF8String:model.input_name.c_str()];
   Array* from = [[[input featureValueForName:name] multiArrayValue] state];

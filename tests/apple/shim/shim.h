@@ -22,6 +22,7 @@ struct Model {
   bool raises_on_load = false;  // or throws an Objective-C exception
   bool predicts = true;         // or gives an error
   bool raises = false;          // or throws an Objective-C exception
+  bool raises_on_read = false;  // or gives a result that throws one when it is read
   bool takes_backing = true;    // or gives an array of its own, of strides of its own
   bool last_missing = false;    // batches lack their last result
   std::vector<size_t> given;    // shape of the result, if it is not as promised
