@@ -23,7 +23,7 @@ from mlx_moe.compile import compile_plan
 from mlx_moe.compile_worker import read_back
 from mlx_moe.package_entry import TENSORS
 from mlx_moe.package_form import MACOS, Function, container, functions
-from mlx_moe.static_load import load_program
+from mlx_moe.static_programs import load_program
 
 # Both round to f16, the interpreter after every operation, the executor less often.
 TOLERANCE = 1.2e-3
