@@ -4,7 +4,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class BankStore:
         self.files = BankFiles(checkpoint)
         self.slot_of = np.full(int(self.first[-1]), -1, np.int32)
         self.queued: list[list[mx.array]] = [[] for _ in experts]
-        self.lock = threading.RLock()
+        self.lock, self._process = threading.RLock(), os.getpid()
         sizes = np.repeat([b.slot for b in self.banks], [x.experts for x in self.experts])
         facts = {"policy": self.policy, "limit_bytes": memory, "total_bytes": self.total_bytes}
         self.report = StoreReport(self, facts | {"direct": False})
@@ -95,8 +95,7 @@ class BankStore:
         for layer, x in enumerate(self.experts):
             if self.fits(layer):
                 ranked += [(layer, expert) for expert in range(x.experts)]
-        wanted = [pair for pair in dict.fromkeys(ranked)]
-        self._read([self._take(*pair, []) for pair in wanted if self.banks[pair[0]].free])
+        self._fill(pair for pair in dict.fromkeys(ranked) if self.banks[pair[0]].free)
 
     def fits(self, layer: int) -> bool:
         """Whether there is a slot for every expert of the layer's bank, so that none ever goes."""
@@ -109,8 +108,7 @@ class BankStore:
 
     def acquire(self, layer: int, wanted: NDArray[np.int64]) -> NDArray[np.int32]:
         """Read those of `wanted` (distinct) that are not there; the slot of each expert, [E]."""
-        if not self.files.files:
-            raise StoreClosed("the expert store is closed")
+        self.files.check_open()
         begin = time.perf_counter()
         for expert in wanted.tolist():
             self._order.used(int(self.first[layer]) + expert)
@@ -118,43 +116,64 @@ class BankStore:
         self.figures.add(hits=len(wanted) - len(missing), misses=len(missing))
         if len(missing):
             held = (self.first[layer] + wanted).tolist()
-            self._read([self._take(layer, int(expert), held) for expert in missing])
+            self._fill(((layer, expert) for expert in missing.tolist()), held)
             self.figures.add(stall_seconds=time.perf_counter() - begin)
         return self.slots(layer)
 
-    def _take(self, layer: int, expert: int, held: list[int]) -> tuple[int, int, int]:
-        """(layer, expert, slot): a free slot, or that of what goes first by the policy."""
+    def check_process(self) -> None:
+        """Before the lock, which nobody may be left to give back in a forked child."""
+        if os.getpid() != self._process:
+            raise StoreClosed("the expert store belongs to the parent process; open one here")
+
+    def _fill(self, pairs: Iterable[tuple[int, int]], held: Sequence[int] = ()) -> None:
+        """Read these (layer, expert) into slots; all of them, or none is there."""
+        taken: list[tuple[int, int, int]] = []
+        try:
+            for layer, expert in pairs:
+                self._take(layer, expert, held, taken)
+            wanted = [(self.experts[layer], e, self.banks[layer], s) for layer, e, s in taken]
+            self.files.read(wanted)
+        except BaseException:
+            self._give_back(taken)
+            raise
+        self.figures.add(bytes_read=sum(bank.slot for _, _, bank, _ in wanted))
+
+    def _take(
+        self, layer: int, expert: int, held: Sequence[int], taken: list[tuple[int, int, int]]
+    ) -> None:
+        """Give an expert a free slot, or that of what goes first by the policy.
+
+        An interrupt can come between any two lines: what is in `taken` is given back then.
+        """
         bank = self.banks[layer]
         if not bank.free:
-            mine = np.concatenate(
-                [
-                    np.arange(self.first[i], self.first[i + 1])
-                    for i, b in enumerate(self.banks)
-                    if b is bank
-                ]
-            )
+            mine = self._experts_of(bank)
             there = mine[(self.slot_of[mine] >= 0) & ~np.isin(mine, held)]
             victim = int(there[self._order.first(there)])
             owner = int(np.searchsorted(self.first, victim, side="right")) - 1
             evaluate(*self.queued[owner])  # graphs that still read the slot
             self.queued[owner].clear()
-            bank.free.append(int(self.slot_of[victim]))
+            slot = int(self.slot_of[victim])
             self.slot_of[victim] = -1
+            bank.free.append(slot)
             self.figures.add(evictions=1)
-        slot = bank.free.pop()
-        self.slot_of[self.first[layer] + expert] = slot
-        return layer, expert, slot
+        taken.append((layer, expert, bank.free[-1]))
+        self.slot_of[self.first[layer] + expert] = bank.free.pop()
 
-    def _read(self, taken: Sequence[tuple[int, int, int]]) -> None:
-        wanted = [(self.experts[layer], e, self.banks[layer], s) for layer, e, s in taken]
-        try:
-            self.files.read(wanted)
-        except BaseException:
-            for layer, expert, slot in taken:  # what is in there is nobody's
-                self.slot_of[self.first[layer] + expert] = -1
-                self.banks[layer].free.append(slot)
-            raise
-        self.figures.add(bytes_read=sum(bank.slot for _, _, bank, _ in wanted))
+    def _give_back(self, taken: Sequence[tuple[int, int, int]]) -> None:
+        """What is in these slots is nobody's; free is what no expert has."""
+        for layer, expert, _ in taken:
+            self.slot_of[self.first[layer] + expert] = -1
+        for bank in self.banks:
+            used = set(self.slot_of[self._experts_of(bank)].tolist())
+            bank.free = [slot for slot in reversed(range(bank.slots)) if slot not in used]
+
+    def _experts_of(self, bank: Bank) -> NDArray[np.int64]:
+        """The numbers, over all layers, of the experts that can be in a bank."""
+        first, layers = self.first, range(len(self.banks))
+        return np.concatenate(
+            [np.arange(first[i], first[i + 1]) for i in layers if self.banks[i] is bank]
+        )
 
     def stats(self) -> dict[str, Any]:
         """As `ExpertStore.stats`; nothing is read ahead here."""

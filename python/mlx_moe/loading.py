@@ -207,11 +207,17 @@ def load(
         how["expert_memory"].check()
     with missing_model_is_an_error(path_or_repo):
         stock_lazy = lazy or expert_memory is not None or group is not None
+        # Last, where experts are on disk: what adapters change of these would go unnoticed before.
+        adapters = options.pop("adapter_path", None) if expert_memory is not None else None
         loaded = mlx_lm.utils.load(str(path_or_repo), lazy=stock_lazy, **options)
         if plan is not None or expert_memory is not None or group is not None:
             revision = {key: options[key] for key in ("revision",) if key in options}
             how["checkpoint"] = mlx_lm.utils._download(str(path_or_repo), **revision)
     replaced = replace_layers(loaded[0], backend, how)
+    if adapters is not None:
+        with missing_model_is_an_error(path_or_repo):
+            mlx_lm.utils.load_adapters(loaded[0], adapters)
+        loaded[0].eval()
     if stock_lazy and not lazy:
         replaced.read()
     return loaded

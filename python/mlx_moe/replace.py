@@ -147,15 +147,20 @@ def replace_moe_layers(
     if expert_memory is not None:
         memory = ExpertMemory.of(expert_memory)
         store = open_store(model, found, memory, checkpoint, target == "mlx")
-    if plan is not None:
-        on_disk = store.stored if store else None
-        opened = open_plan(
-            model, plan, artifacts, backend, overflow, importance, checkpoint, on_disk
-        )
-        stored = store is not None or any(is_stored(module) for module, _ in found)
-        prepared = prepare(opened, found, named_modules(model), logged, stored)
-    if target == "stock":
-        restore_experts(model)
+    try:
+        if plan is not None:
+            on_disk = store.stored if store else None
+            opened = open_plan(
+                model, plan, artifacts, backend, overflow, importance, checkpoint, on_disk
+            )
+            stored = store is not None or any(is_stored(module) for module, _ in found)
+            prepared = prepare(opened, found, named_modules(model), logged, stored)
+        if target == "stock":
+            restore_experts(model)
+    except BaseException:
+        if store is not None:
+            store.store.close()
+        raise
     return _replace(model, found, prepared, store)
 
 
@@ -257,6 +262,15 @@ def examine(
     layer = Layer(name, kind, deferred, Counters(name, logged))
     activation = getattr(module, "activation", None)
     known = base.__call__ in (SwitchGLU.__call__, SwitchMLP.__call__)
+    if target == "mlx" and not known and base.__module__.partition(".")[0] != "mlx_lm":
+        # Its code would see slots where it expects experts, and may count on their numbers.
+        if strict:
+            raise UnsupportedLayer(
+                f"{name} is a {base.__module__}.{base.__name__}, and MLX's operations compute "
+                "experts that stay on disk only in layers of mlx-lm: use backend='cpu', or load "
+                "without expert_memory"
+            )
+        target = "stock"
     if target == "cpu" and not known and base is type(module):
         try:
             probe.check_forward(module, kind, name)

@@ -5,8 +5,9 @@ arrays, behind MLX's back. So nothing is read into a slot before the graphs that
 """
 
 import os
+import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import FileChanged, ReadFailed
+from .errors import FileChanged, ReadFailed, StoreClosed
 from .store_files import PARTS, Checkpoint, StoredExperts
 
 READERS = 4  # threads
@@ -52,29 +53,32 @@ def _bytes(array: mx.array) -> NDArray[np.uint8]:
 
 @dataclass
 class File:
-    """An open file that must stay as it was."""
+    """An open file that must stay as it was; its path is still watched when it is closed."""
 
     path: Path
-    handle: int
+    handle: int | None
     state: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.state = self._now()
 
     def _now(self) -> tuple[int, ...]:
-        facts = os.fstat(self.handle)
-        return facts.st_size, facts.st_mtime_ns
+        return _state(self.path if self.handle is None else self.handle)
 
     def check(self, path_too: bool = False) -> None:
         """Raise FileChanged if it was written to, or if its path is another file's by now."""
-        same = self._now() == self.state
-        if same and path_too:
-            here, there = os.fstat(self.handle), self.path.stat() if self.path.exists() else None
-            same = there is not None and (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+        places: list[Path | int] = [] if self.handle is None else [self.handle]
+        if path_too:
+            places.append(self.path)
+        try:
+            same = all(_state(place) == self.state for place in places)
+        except OSError:
+            same = False
         if not same:
             raise FileChanged(f"{self.path} was written to or replaced while it was in use")
 
     def read(self, into: memoryview, at: int) -> None:
+        assert self.handle is not None
         while into:
             try:
                 count = os.preadv(self.handle, [into], at)
@@ -85,13 +89,19 @@ class File:
             into, at = into[count:], at + count
 
 
+def _state(place: Path | int) -> tuple[int, ...]:
+    facts = os.stat(place)
+    return facts.st_size, facts.st_mtime_ns, facts.st_dev, facts.st_ino
+
+
 class BankFiles:
     """Reads experts of a checkpoint into slots."""
 
     def __init__(self, checkpoint: Checkpoint):
-        self.checkpoint = checkpoint
+        self.checkpoint, self.closed = checkpoint, False
         self.files: list[File] = []
         self._threads = ThreadPoolExecutor(READERS, "mlx_moe bank")
+        self._lock = threading.RLock()  # closing waits for a read
         try:
             for path in checkpoint.paths:
                 self.files.append(File(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC)))
@@ -99,20 +109,35 @@ class BankFiles:
             self.close()
             raise ReadFailed(f"cannot open {path}: {error}") from error
 
+    def check_open(self) -> None:
+        if self.closed:
+            raise StoreClosed("the expert store is closed")
+
     def check(self, path_too: bool = False) -> None:
         for file in self.files:
             file.check(path_too)
 
     def read(self, wanted: Sequence[tuple[StoredExperts, int, Bank, int]]) -> None:
-        """(layer, expert, bank, slot) of each; raises ReadFailed or FileChanged."""
-        self.check()
-        parts = [part for one in wanted for part in self._parts(*one)]
-        done = [self._threads.submit(file.read, into, at) for file, into, at in parts]
-        errors = [future.exception() for future in done]  # all of them: the slots are ours again
-        for error in errors:
-            if error is not None:
-                raise error
-        self.check()
+        """(layer, expert, bank, slot) of each; raises ReadFailed, FileChanged or StoreClosed.
+
+        Nothing writes to a slot any more when this ends, however it does.
+        """
+        with self._lock:
+            self.check_open()
+            self.check()
+            done: list[Future[None]] = []
+            try:
+                for file, into, at in [part for one in wanted for part in self._parts(*one)]:
+                    done.append(self._threads.submit(file.read, into, at))
+                errors = [future.exception() for future in done]
+            except RuntimeError as none:  # the system starts no thread
+                raise ReadFailed(f"cannot begin to read: {none}") from none
+            finally:
+                _settle(done)
+            for error in errors:
+                if error is not None:
+                    raise error
+            self.check()
 
     def _parts(self, experts: StoredExperts, expert: int, bank: Bank, slot: int) -> list[Any]:
         found = []
@@ -127,7 +152,22 @@ class BankFiles:
         return found
 
     def close(self) -> None:
-        self._threads.shutdown()
-        for file in self.files:
-            os.close(file.handle)
-        self.files = []
+        with self._lock:
+            self.closed = True
+            self._threads.shutdown()
+            for file in self.files:
+                if file.handle is not None:
+                    os.close(file.handle)
+                    file.handle = None
+
+
+def _settle(reads: Sequence["Future[None]"]) -> None:
+    """Cancel what has not begun and wait for the rest, through any further interrupt."""
+    while True:
+        try:
+            for read in reads:
+                read.cancel()
+            wait(reads)
+            return
+        except KeyboardInterrupt:  # the first one is raised after this
+            continue

@@ -43,6 +43,7 @@ class BankLayer:
         unless all experts are there for good.
         """
         store = self.store
+        store.check_process()
         with store.lock:
             if self.table is None and self.fits and (store.slots(self.number) >= 0).all():
                 self.table = mx.array(store.slots(self.number))

@@ -1,5 +1,6 @@
 """Which tensors of a checkpoint a model's parameters are, through its family's `sanitize`."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .store_files import Checkpoint, Names
+
+_patching = threading.Lock()  # of mlx.core.stack
 
 
 def tensor_names(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Names]:
@@ -23,7 +26,7 @@ def tensor_names(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Names]:
     sanitize = getattr(model, "sanitize", None)
     if sanitize is None:
         return {name: traced[id(array)] for name, array in arrays.items()}
-    with _recorded_stacks(traced, kept):
+    with _patching, _recorded_stacks(traced, kept):
         weights = sanitize(dict(arrays))
     return {name: traced[id(array)] for name, array in weights.items() if id(array) in traced}
 

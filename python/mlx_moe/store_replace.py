@@ -43,6 +43,8 @@ class PreparedStore:
     def attach(self, found: Found) -> None:
         """Put the placeholders into the modules, whose rows have their state by now."""
         for module, row in found:
+            if row._layer is None:  # left to stock
+                continue
             stored = self.stored[row.name]
             row._layer.stored = stored
             for (child, key), array in stored.placeholders.items():
@@ -70,6 +72,7 @@ def open_store(
         MemoryLimit, ModelNotFound, CorruptFile, ReadFailed: see `ExpertStore`.
     """
     memory.check()
+    found = [(module, row) for module, row in found if row._layer is not None]
     if checkpoint is None:
         raise InvalidArgument(
             "expert_memory needs the directory that the model was loaded from: give checkpoint=PATH"

@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from . import core
 from .custom import CannotEvaluate, eager, evaluate, token_rows
 from .deferred import Deferred
 from .errors import ExpertsOnDisk, InvalidArgument
@@ -32,18 +33,24 @@ class Stored:
     placeholders: dict[tuple[str, str], mx.array]
     dtypes: tuple[mx.Dtype, ...] = field(init=False)
     width: int = field(init=False)
+    addresses: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         experts = self.layer.experts
         self.dtypes = tuple({d: None for dtypes in experts.dtypes.values() for d in dtypes})
         self.width = list(experts.outputs.values())[-1]
+        mx.eval(list(self.placeholders.values()))  # a copy's are lazy
+        self.addresses = core.addresses(list(self.placeholders.values()))
 
     def changed(self, module: Any) -> str | None:
         """The first parameter that is no longer what replacement put there."""
         for (child, key), array in self.placeholders.items():
             if module[child].get(key) is not array:
                 return f"{child}.{key}"
-        return None
+        arrays = list(self.placeholders.values())
+        mx.eval(arrays)  # what changes an array in place, as `linear.bias /= 2`, waits in it
+        now = zip(self.placeholders, core.addresses(arrays), self.addresses, strict=True)
+        return next((f"{child}.{key}" for (child, key), here, then in now if here != then), None)
 
     def first_values(self, projection: str, count: int) -> bytes:
         """Of the first row of a projection's first expert's weight."""
