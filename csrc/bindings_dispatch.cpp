@@ -45,7 +45,10 @@ class Submitted {
     nb::gil_scoped_release free;
     std::vector<std::string> texts;
     for (const Outcome& o : pending_->wait())
-      texts.push_back(!o.status.ok() ? o.status.message : o.finite ? "" : "not finite");
+      texts.push_back(!o.status.ok() ? o.status.message
+                      : !o.finite    ? "not finite"
+                      : o.small      ? "too small"
+                                     : "");
     return texts;
   }
 
@@ -116,7 +119,7 @@ class HostDispatcher : public Dispatcher {
     return host().load(p);
   }
 
-  size_t decoded_bytes() const { return host().decoded_bytes(); }
+  size_t weight_bytes() const { return host().weight_bytes(); }
 
  private:
   static std::unique_ptr<HostExecutor> make(double dispatch_seconds) {
@@ -215,8 +218,9 @@ void bind_dispatch(nb::module_& m) {
       "arrays"_a, "Where the values of each array are in memory.");
   nb::class_<Submitted>(m, "Submitted", "Tiles that an executor was handed; keeps them alive.")
       .def("wait", &Submitted::wait,
-           "Wait for all of them. A text for each: '' if its out is written and finite,\n"
-           "'not finite' if it or x holds an infinity or a NaN, else what went wrong.");
+           "Wait for all of them. A text for each: '' if its out is written and within float16's\n"
+           "range, 'not finite' if it or x holds an infinity or a NaN, 'too small' if all of it\n"
+           "is below the normal numbers, else what went wrong.");
   nb::class_<Dispatcher>(m, "StaticExecutor", "What runs programs of fixed shapes.")
       .def("submit", &Dispatcher::submit, "tiles"_a,
            "Begin (program, x, out) for each: x and out float16 [G, C, d], out is written.\n\n"
@@ -239,8 +243,8 @@ void bind_dispatch(nb::module_& m) {
            "gate and up are [inner, width], down [width, inner]. parameters: the activation's.\n"
            "Raises InvalidArgument on an unknown activation or parameter, a file that cannot be\n"
            "read, a tensor outside of it.")
-      .def_prop_ro("decoded_bytes", &HostDispatcher::decoded_bytes,
-                   "Memory taken by int8 weights, which are held in float16.");
+      .def_prop_ro("weight_bytes", &HostDispatcher::weight_bytes,
+                   "Memory that the programs' weights take, all in float16.");
   bind_coreml(m);
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchGLU
 from static_layer import ALL, HALF, hot, routed, static, weighted
@@ -36,6 +37,19 @@ def test_tiles_that_leave_the_range_of_half_precision(tmp_path) -> None:
     counts = static(replacement)
     assert 1 <= counts["recomputed_tiles"] <= 2
     assert counts["failed_tiles"] == 0
+
+
+@pytest.mark.parametrize("scale", [1.0, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4, 1e-6])
+def test_small_inputs_keep_their_precision(tmp_path, scale: float) -> None:
+    """In half precision alone, 1e-3 of the usual loses 14 % of the norm."""
+    model = block(glu())
+    x, ids, scores = inputs(60)
+    want = weighted(model, scale * x, ids, scores)
+    replacement = hot(model, tmp_path, ALL)
+    assert error(model(scale * x, ids, scores), want) < HALF
+    counts = static(replacement)
+    assert counts["failed_tiles"] == 0 and counts["dispatches"] == 3
+    assert (counts["recomputed_tiles"] > 0) == (scale <= 1e-2)
 
 
 def test_an_executor_that_fails(tmp_path) -> None:

@@ -257,6 +257,25 @@ def test_pruning_leaves_the_least_important_out(tmp_path, importance: str) -> No
     assert (counts["hot"], counts["cold"]) == (104, 30)
 
 
+def test_pruning_ranks_nan_last_and_counts_it(tmp_path) -> None:
+    model = block(glu())
+    x, ids, scores = routing([150, 0, 30, 40, 0, 0, 0, 0], 220)
+    bucket = np.flatnonzero(np.array(ids)[0, :, 0] == 0)
+    unknown = bucket[::3][:40]
+    measure = np.array(scores)[0, :, 0]
+    measure[unknown] = np.nan
+    scores = mx.array(measure)[None, :, None]
+    replacement = hot(model, tmp_path, [[0]], (64,), overflow="prune")
+    got = float64(model(x, ids, scores))[0]
+    known = sorted(set(bucket) - set(unknown), key=lambda t: -measure[t])
+    pruned = [*known[64:], *unknown]
+    want = weighted(model, x, ids, scores)[0]
+    want[pruned] = 0
+    assert error(mx.array(got), want) < HALF and (got[pruned] == 0).all()
+    counts = static(replacement)
+    assert (counts["nan_importance"], counts["pruned"]) == (40, 86)
+
+
 def test_pruning_without_scores_is_exact_and_counted(tmp_path) -> None:
     model = block(glu())
     x, ids, _ = routing([150, 0, 30, 0, 0, 0, 0, 0], 180)

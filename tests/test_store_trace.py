@@ -100,14 +100,14 @@ def test_traces_come_back_from_their_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     (
-        ("experts", lambda a: a[:-1], "not those of the experts"),
+        ("experts", lambda a: a[:-1], r"experts is uint16 \[\d+\]; expected"),
         ("experts", lambda a: np.full_like(a, 77), "out of range"),
         ("experts", lambda a: a[::-1].copy(), "out of range|do not rise"),
         ("layer", lambda a: a + 1, "no such layer"),
         ("tokens", lambda a: a * 0, "without tokens"),
-        ("tokens", lambda a: a[1:], "lengths"),
+        ("tokens", lambda a: a[1:], r"tokens is int32 \[\d+\]; expected"),
         ("offsets", lambda a: a[::-1].copy(), "offsets fall"),
-        ("layer", lambda a: a.astype(float), "another kind"),
+        ("layer", lambda a: a.astype(float), r"layer is float64 \[\d+\]; expected int32"),
     ),
 )
 def test_traces_that_cannot_be_are_refused(

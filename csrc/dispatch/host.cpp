@@ -5,8 +5,8 @@
 
 #include "experts/ffn.h"
 #include "support/error.h"
+#include "support/file_reader.h"
 #include "support/half.h"
-#include "support/mapped_file.h"
 #include "support/scratch.h"
 #include "support/thread_pool.h"
 
@@ -15,17 +15,29 @@ namespace mlx_moe {
 namespace {
 
 constexpr size_t kBlock = 4096;  // values of an activation that one thread takes at a time
+constexpr size_t kLine = 64;     // bytes of a cache line, to which weights are aligned
 
 struct Expert {
   Matrix gate, up, down;  // of one expert each; no gate (experts 0) for two matrices
 };
 
-// `count` values of `size` bytes in the blob.
-const uint8_t* values(const MappedFile& blob, size_t offset, size_t count, size_t size) {
+struct Free {
+  void operator()(uint8_t* p) const { operator delete[](p, std::align_val_t(kLine)); }
+};
+using Bytes = std::unique_ptr<uint8_t[], Free>;
+
+Bytes memory(size_t bytes) {
+  return Bytes(static_cast<uint8_t*>(operator new[](bytes, std::align_val_t(kLine))));
+}
+
+// `count` values of `size` bytes of the blob, in memory of our own.
+Bytes values(const FileReader& blob, size_t offset, size_t count, size_t size) {
   require(offset % size == 0 && offset <= blob.size() && count <= (blob.size() - offset) / size,
           blob.path(), " has ", blob.size(), " bytes, expected ", count, " values of ", size,
           " bytes at offset ", offset);
-  return blob.data() + offset;
+  Bytes read = memory(count * size);
+  blob.read(offset, count * size, read.get());
+  return read;
 }
 
 void compute(const Activation& activation, const Expert& e, size_t tokens, const uint16_t* x,
@@ -54,56 +66,62 @@ void compute(const Activation& activation, const Expert& e, size_t tokens, const
 }  // namespace
 
 struct HostExecutor::Loaded {
-  MappedFile blob;
   ProgramShape shape;
   Activation activation;
   std::vector<Expert> experts;
-  std::vector<std::unique_ptr<uint16_t[]>> decoded;
-  size_t decoded_bytes = 0;
+  std::vector<Bytes> weights;
+  size_t weight_bytes = 0;
 
   explicit Loaded(const HostProgram& p)
-      : blob(p.blob), shape{p.experts.size(), p.width, p.capacities}, activation(p.activation) {
+      : shape{p.experts.size(), p.width, p.capacities}, activation(p.activation) {
     require(!p.experts.empty() && p.width && p.inner && !p.capacities.empty(), p.blob,
             ": a program without experts, width or capacities");
     for (size_t c : p.capacities) require(c > 0, p.blob, ": a capacity of 0");
-    for (const BlobExpert& e : p.experts) experts.push_back(expert(p, e));
+    const FileReader blob(p.blob);
+    for (const BlobExpert& e : p.experts) experts.push_back(expert(blob, p, e));
   }
 
-  Expert expert(const HostProgram& p, const BlobExpert& from) {
+  Expert expert(const FileReader& blob, const HostProgram& p, const BlobExpert& from) {
     require(from.up && from.down && bool(from.gate) == p.activation.gated &&
                 (from.gate || !from.gate_bias),
             blob.path(), ": an expert lacks a matrix that the activation needs, or has one more");
     Expert e;
-    if (from.gate) e.gate = matrix(*from.gate, from.gate_bias, p.inner, p.width);
-    e.up = matrix(*from.up, from.up_bias, p.inner, p.width);
-    e.down = matrix(*from.down, from.down_bias, p.width, p.inner);
+    if (from.gate) e.gate = matrix(blob, *from.gate, from.gate_bias, p.inner, p.width);
+    e.up = matrix(blob, *from.up, from.up_bias, p.inner, p.width);
+    e.down = matrix(blob, *from.down, from.down_bias, p.width, p.inner);
     return e;
   }
 
-  Matrix matrix(const BlobTensor& t, const std::optional<BlobTensor>& bias, size_t rows,
-                size_t cols) {
+  Matrix matrix(const FileReader& blob, const BlobTensor& t, const std::optional<BlobTensor>& bias,
+                size_t rows, size_t cols) {
     Matrix m;
     m.type = m.added_type = Scalar::f16;
     m.experts = 1;
     m.rows = rows;
     m.cols = cols;
-    m.weight = tensor(t, rows, cols);
-    if (bias) m.added = tensor(*bias, rows, 1);
+    m.weight = tensor(blob, t, rows, cols);
+    if (bias) m.added = tensor(blob, *bias, rows, 1);
     return m;
   }
 
   // Half-precision values; an accelerator decodes int8 to these, too.
-  const uint8_t* tensor(const BlobTensor& t, size_t rows, size_t cols) {
-    if (!t.scale_offset) return values(blob, t.offset, rows * cols, 2);
-    auto* q = reinterpret_cast<const int8_t*>(values(blob, t.offset, rows * cols, 1));
-    const uint8_t* scales = values(blob, *t.scale_offset, rows, 2);
-    auto& w = decoded.emplace_back(std::make_unique<uint16_t[]>(rows * cols));
-    decoded_bytes += rows * cols * 2;
+  const uint8_t* tensor(const FileReader& blob, const BlobTensor& t, size_t rows, size_t cols) {
+    Bytes found = t.scale_offset ? decoded(blob, t, rows, cols)
+                                 : values(blob, t.offset, rows * cols, sizeof(uint16_t));
+    weight_bytes += rows * cols * sizeof(uint16_t);
+    return weights.emplace_back(std::move(found)).get();
+  }
+
+  static Bytes decoded(const FileReader& blob, const BlobTensor& t, size_t rows, size_t cols) {
+    const Bytes q = values(blob, t.offset, rows * cols, 1);
+    const Bytes scales = values(blob, *t.scale_offset, rows, sizeof(uint16_t));
+    Bytes w = memory(rows * cols * sizeof(uint16_t));
     for (size_t r = 0; r < rows; ++r) {
-      const float scale = load_scalar(Scalar::f16, scales, r);
-      for (size_t i = r * cols; i < (r + 1) * cols; ++i) w[i] = f32_to_f16(scale * float(q[i]));
+      const float scale = load_scalar(Scalar::f16, scales.get(), r);
+      for (size_t i = r * cols; i < (r + 1) * cols; ++i)
+        store_scalar(Scalar::f16, w.get(), i, scale * float(int8_t(q[i])));
     }
-    return reinterpret_cast<const uint8_t*>(w.get());
+    return w;
   }
 };
 
@@ -144,10 +162,10 @@ void HostExecutor::start(size_t program, std::span<const Dispatch> tiles, Done d
   done(status);
 }
 
-size_t HostExecutor::decoded_bytes() const {
+size_t HostExecutor::weight_bytes() const {
   std::shared_lock lock(mutex_);
   size_t bytes = 0;
-  for (const auto& p : programs_) bytes += p->decoded_bytes;
+  for (const auto& p : programs_) bytes += p->weight_bytes;
   return bytes;
 }
 

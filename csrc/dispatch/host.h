@@ -52,8 +52,8 @@ class HostExecutor : public StaticExecutor {
   const ProgramShape* shape(size_t program) const override;
   void start(size_t program, std::span<const Dispatch> tiles, Done done) override;
 
-  // Bytes that were decoded into memory of our own (int8 weights, in half precision).
-  size_t decoded_bytes() const;
+  // Of all programs, in half precision, in memory of our own.
+  size_t weight_bytes() const;
 
  private:
   struct Loaded;

@@ -14,13 +14,21 @@ namespace mlx_moe {
 
 namespace {
 
+constexpr int16_t kInfinity = 0x7c00, kNormal = 0x0400;  // half precision: magnitudes as bits
+
+// The largest magnitude, a NaN above infinity; compilers turn it into vector code.
+int16_t largest(const uint16_t* values, size_t n) {
+  int16_t most = 0;
+  for (size_t i = 0; i < n; ++i) most = std::max(most, int16_t(values[i] & 0x7fff));
+  return most;
+}
+
 // Of x too: an activation that is bounded on both sides makes finite values of infinite ones.
-bool all_finite(const Dispatch& tile) {
+Outcome outcome(const Status& status, const Dispatch& tile) {
+  if (!status.ok()) return {status};
   const size_t n = tile.groups * tile.capacity * tile.width;
-  uint16_t bad = 0;  // without branches, so that compilers turn it into vector code
-  for (size_t i = 0; i < n; ++i)
-    bad |= uint16_t((tile.x[i] & 0x7c00) == 0x7c00) | uint16_t((tile.y[i] & 0x7c00) == 0x7c00);
-  return !bad;
+  const int16_t x = largest(tile.x, n), y = largest(tile.y, n);
+  return {status, std::max(x, y) < kInfinity, x > 0 && y < kNormal};
 }
 
 void check(const StaticExecutor& executor, const Request& r) {
@@ -142,8 +150,7 @@ void Queue::run(State& s) {
     lock.unlock();
     executor_->start(first.program, tiles, [&s, batch](const Status& status) {
       for (Item& item : *batch) {
-        const bool finite = status.ok() && all_finite(item.request.tile);
-        item.pending->finished(item.number, {status, finite});
+        item.pending->finished(item.number, outcome(status, item.request.tile));
       }
       // Under the lock to the end: once running is 0 the state may go.
       std::lock_guard lock(s.mutex);

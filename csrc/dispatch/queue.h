@@ -18,10 +18,13 @@ struct Request {
   Dispatch tile;
 };
 
-// How one dispatch ended. `finite` is false where x or y holds an infinity or a NaN.
+// How one dispatch ended. `finite` is false where x or y holds an infinity or a NaN; `small` says
+// that all of y is below the normal numbers of half precision (x is not all zero), where it has
+// few bits left.
 struct Outcome {
   Status status;
   bool finite = false;
+  bool small = false;
 };
 
 // What one call submitted. The tiles must stay until wait() has returned.

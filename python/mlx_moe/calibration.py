@@ -12,7 +12,7 @@ from .errors import CorruptFile, InvalidArgument
 from .identity import ModelIdentity, check_same
 from .json_fields import Fields
 from .layer_facts import LayerFacts, SharedFacts, WeightFacts
-from .npz_file import read_npz, write_npz
+from .npz_file import Arrays, read_npz, write_npz
 
 __all__ = ["Calibration", "LayerFacts", "LayerStatistics", "SharedFacts", "Source", "WeightFacts"]
 
@@ -142,7 +142,7 @@ class Calibration:
         return calibration
 
 
-def _from_parts(meta: dict[str, Any], arrays: dict[str, Any]) -> Calibration:
+def _from_parts(meta: dict[str, Any], arrays: Arrays) -> Calibration:
     take = Fields(meta)
     chunk, chunk_tokens = take.count("chunk", 1), list(take.counts("chunk_tokens"))
     if not chunk_tokens or not all(0 < tokens <= chunk for tokens in chunk_tokens):
@@ -160,8 +160,14 @@ def _from_parts(meta: dict[str, Any], arrays: dict[str, Any]) -> Calibration:
         raise CorruptFile(f"arrays are missing or too many: {sorted(arrays.keys() ^ expected)}")
     statistics = []
     for i, layer in enumerate(layers):
-        own = LayerStatistics(**{name: arrays[f"{name}.{i}"] for name in ARRAYS})
-        _check(own, layer, chunk_tokens, len(quantiles))
+        by_expert = (layer.experts, len(quantiles))
+        own = LayerStatistics(
+            arrays.take(f"loads.{i}", np.uint32, (len(chunk_tokens), layer.experts)),
+            arrays.take(f"coactivation.{i}", np.uint64, (layer.experts, layer.experts)),
+            arrays.take(f"score_quantiles.{i}", np.float32, by_expert),
+            arrays.take(f"norm_quantiles.{i}", np.float32, by_expert),
+        )
+        _check(own, layer, chunk_tokens)
         statistics.append(own)
     return Calibration(
         ModelIdentity.from_json(take("identity")),
@@ -177,23 +183,8 @@ def _from_parts(meta: dict[str, Any], arrays: dict[str, Any]) -> Calibration:
     )
 
 
-def _check(
-    statistics: LayerStatistics, layer: LayerFacts, chunk_tokens: Sequence[int], q: int
-) -> None:
+def _check(statistics: LayerStatistics, layer: LayerFacts, chunk_tokens: Sequence[int]) -> None:
     """Raise CorruptFile where the numbers contradict the facts or each other."""
-    experts = layer.experts
-    for name, shape, dtype in (
-        ("loads", (len(chunk_tokens), experts), np.uint32),
-        ("coactivation", (experts, experts), np.uint64),
-        ("score_quantiles", (experts, q), np.float32),
-        ("norm_quantiles", (experts, q), np.float32),
-    ):
-        array = getattr(statistics, name)
-        if array.shape != shape or array.dtype != dtype:
-            raise CorruptFile(
-                f"{name} of {layer.name} is {array.dtype} {list(array.shape)}; "
-                f"expected {np.dtype(dtype)} {list(shape)}"
-            )
     loads, together = statistics.loads, statistics.coactivation
     if np.any(loads.sum(1, dtype=np.uint64) > np.array(chunk_tokens, np.uint64) * layer.top_k):
         raise CorruptFile(f"loads of {layer.name} are more than {layer.top_k} for each token")

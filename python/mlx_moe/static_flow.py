@@ -16,7 +16,9 @@ from .custom import evaluate, filled
 from .static import Ints, Split, StaticLayer, Tile, tile_load
 from .stats import StaticCounters
 
-NOT_FINITE = "not finite"  # what an executor says of a tile with an infinity or a NaN in it
+# What an executor says of a tile with an infinity or a NaN in it, or with nothing but numbers so
+# small that float16 has few bits for them.
+OUT_OF_RANGE = {"not finite", "too small"}
 
 Cold = Callable[[Ints], mx.array]  # assignments [n] -> their outputs [n, D], begun or done
 Rows = tuple[Any, Ints]  # outputs [n, D] and their assignments, -1 for none
@@ -104,16 +106,22 @@ def _importance(
     ids: mx.array,
     scores: mx.array | None,
 ) -> NDArray[np.float32] | None:
-    """By assignment; None where overflow is spilled, as it is if scores did not reach us."""
+    """By assignment, of NaN the least; None where overflow is spilled, as it is if scores did not
+    reach us."""
     if layer.overflow == "spill":
         return None
     if layer.importance == "norm":
         norms = mx.linalg.norm(x.astype(mx.float32), axis=-1)
-        return np.repeat(np.array(norms), ids.shape[-1])
-    if scores is None:
+        found = np.repeat(np.array(norms), ids.shape[-1])
+    elif scores is None:
         counters.add(without_scores=1)
         return None
-    return np.array(scores).reshape(-1)
+    else:
+        found = np.array(scores, np.float32).reshape(-1)
+    if unknown := int(np.isnan(found).sum()):  # their output is NaN where they are kept
+        counters.add(nan_importance=unknown)
+        found[np.isnan(found)] = -np.inf
+    return found
 
 
 def _packed(tiles: list[Tile], x: mx.array, top_k: int) -> list[Sent]:
@@ -167,16 +175,18 @@ def _sorted_out(
             good.append(s)
             continue
         lost.append(s)
-        if errors := texts - {"", NOT_FINITE}:
+        if errors := texts - {"", *OUT_OF_RANGE}:
             counters.add(failed_tiles=1)
             counters.log_once(
                 "failed", f"group {s.tile.group.name} failed and is computed cold: {min(errors)}"
             )
         else:
             counters.add(recomputed_tiles=1)
+            why = min(texts - {""})
             counters.log_once(
-                "not finite",
-                f"group {s.tile.group.name} left the range of float16 and is computed again cold",
+                why,
+                f"group {s.tile.group.name} left the range of float16 ({why}) and is computed "
+                "again cold",
             )
     return good, lost
 

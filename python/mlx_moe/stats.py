@@ -96,10 +96,11 @@ class StaticCounters:
         padding: empty slots of tiles.
         dispatches: tiles, by the parts of their programs. waits: for all tiles of a forward.
         extra_tiles: beyond the first of a group.
-        recomputed_tiles: not finite in float16. failed_tiles: the executor failed.
+        recomputed_tiles: not finite in float16, or too small. failed_tiles: the executor failed.
         stale: forwards whose weights are no longer those that were compiled.
         without_scores: forwards that should prune by scores and did not see any.
         cold_groups: of the plan, whose programs the executor does not run; of no forward.
+        nan_importance: assignments that pruning ranked last because their importance is NaN.
         seconds: by stage, each of STAGES.
     """
 
@@ -107,6 +108,7 @@ class StaticCounters:
         *("forwards", "hot", "cold", "spilled", "pruned", "padding", "dispatches", "waits"),
         *("extra_tiles", "recomputed_tiles", "failed_tiles", "stale", "without_scores"),
         "cold_groups",
+        "nan_importance",
     )
 
     def __init__(self, name: str, logged: set[str], cold_groups: int = 0):

@@ -19,7 +19,7 @@ from .durable import digest, scratch_path
 from .errors import CorruptFile, IdentityMismatch, MoEError
 from .identity import ModelIdentity, check_same
 from .json_fields import Fields, is_count
-from .npz_file import read_npz, write_npz
+from .npz_file import Arrays, read_npz, write_npz
 
 log = logging.getLogger(__name__)
 
@@ -190,41 +190,36 @@ class ExpertCounts:
         another kind of file or its numbers cannot be."""
         meta, arrays = read_npz(path, FORMAT, VERSION)
         try:
-            take = Fields(meta, f"{path}: ")
+            take = Fields(meta)
             identity = take.optional("identity", lambda k: ModelIdentity.from_json(take(k), k))
             layers = [(name, experts) for name, experts in take.items("layers")]
             if not all(isinstance(name, str) and is_count(n) and n <= MOST for name, n in layers):
                 raise take.wrong("layers", "names, each with a number of experts")
+            sizes = [experts for _, experts in layers]
+            for i, shape in enumerate(zip(sizes, sizes[1:])):  # noqa: B905
+                arrays.check(f"follows.{i}", np.uint32, shape)
             counts = cls(layers, identity)
             for kind, own in (("uses", counts.uses), ("follows", counts.follows)):
                 for i, array in enumerate(own):
-                    found = arrays[f"{kind}.{i}"]
-                    if found.dtype != np.uint32 or found.shape != array.shape:
-                        raise CorruptFile(f"{path}: {kind}.{i} is {found.dtype} {found.shape}")
-                    own[i][...] = found
+                    array[...] = arrays.take(f"{kind}.{i}", np.uint32, array.shape)
             counts.recent.extend(_recent(arrays, counts.layers))
-        except (KeyError, TypeError, ValueError, MemoryError) as error:
-            if isinstance(error, CorruptFile):
-                raise
-            raise CorruptFile(f"{path}: {error} is missing or cannot be") from error
+        except (TypeError, ValueError) as error:
+            raise CorruptFile(f"{path}: {error}") from error
         counts._saved = counts._copy()
         return counts
 
 
-def _recent(
-    arrays: dict[str, Any], layers: list[tuple[str, int]]
-) -> Iterator[list[NDArray[np.int64]]]:
+def _recent(arrays: Arrays, layers: list[tuple[str, int]]) -> Iterator[list[NDArray[np.int64]]]:
     """The tokens of a file; ValueError where they cannot be."""
-    lengths, flat = arrays["recent_lengths"].astype(np.int64), arrays["recent"].astype(np.int64)
-    if lengths.ndim != 2 or lengths.shape[1] != len(layers) or (lengths < 1).any():
-        raise ValueError("the lengths of recent tokens")
-    if lengths.sum() != len(flat):
-        raise ValueError("the recent tokens")
+    lengths = arrays.take("recent_lengths", np.int32, (None, len(layers))).astype(np.int64)
+    if len(lengths) > RECENT or (lengths < 1).any():
+        raise CorruptFile("the lengths of recent tokens cannot be")
+    flat = arrays.take("recent", np.uint16, (int(lengths.sum()),)).astype(np.int64)
     parts = iter(np.split(flat, np.cumsum(lengths)[:-1]) if lengths.size else ())
     for _ in lengths:
         token = [next(parts) for _ in layers]
         if any((ids >= experts).any() for ids, (_, experts) in zip(token, layers, strict=True)):
-            raise ValueError("an expert out of range, which")
+            raise CorruptFile("an expert is out of range")
         yield token
 
 

@@ -211,6 +211,15 @@ TEST_CASE("blobs that do not hold what they should are refused") {
   CHECK(host.load(good.blob.program) == 0);
 }
 
+TEST_CASE("a blob that is cut short once it is loaded is no longer needed") {
+  Host host;
+  std::filesystem::resize_file(host.blob.program.blob, 0);
+  const auto x = host.blob.input(4);
+  std::vector<uint16_t> y(x.size());
+  host.queue->submit(std::vector<Request>{{host.program, host.tile(x, y, 4)}})->wait();
+  CHECK(host.blob.error(x, y, 4) < 1e-3);
+}
+
 TEST_CASE("an output that is not finite is told") {
   Host host;
   auto x = host.blob.input(4, 20000);
@@ -222,6 +231,19 @@ TEST_CASE("an output that is not finite is told") {
   CHECK(outcomes[0].status.ok());
   CHECK_FALSE(outcomes[0].finite);
   CHECK(outcomes[1].finite);
+}
+
+TEST_CASE("and one that is too small for half precision, unless its input is all zero") {
+  Host host;
+  const double scales[] = {1, 1e-3, 0};
+  for (double scale : scales) {
+    auto x = host.blob.input(4, scale);
+    std::vector<uint16_t> y(x.size());
+    const auto outcomes =
+        host.queue->submit(std::vector<Request>{{host.program, host.tile(x, y, 4)}});
+    CHECK(outcomes->wait()[0].finite);
+    CHECK(outcomes->wait()[0].small == (scale == 1e-3));
+  }
 }
 
 TEST_CASE("so is an input that is not finite where the activation hides it") {

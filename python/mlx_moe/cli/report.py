@@ -18,6 +18,10 @@ UNUSUAL = (
     "cold_groups",
 )
 COUNTS = ("tokens", "calls", "kernel calls", "small", "fallbacks")
+UNUSUAL = (
+    *("extra_tiles", "recomputed_tiles", "failed_tiles", "stale", "without_scores"),
+    "nan_importance",
+)
 Cell = str | int | None
 
 
