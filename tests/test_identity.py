@@ -11,6 +11,7 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 from families import FAMILIES, build
+from mlx.utils import tree_flatten
 
 import mlx_moe
 from mlx_moe.cli import main
@@ -19,6 +20,7 @@ from mlx_moe.identity import (
     SAMPLE_BYTES,
     SAMPLES,
     ModelIdentity,
+    _waits_for_a_file,
     check_same,
     identity_of_files,
     identity_of_model,
@@ -150,6 +152,18 @@ def test_no_directory(tmp_path: Path) -> None:
 
 
 # Models in memory
+
+
+def test_a_lazy_model_is_the_same_and_stays_lazy(tiny_model_path: Path) -> None:
+    """Its weights are sampled in the files; evaluating a slice of one would load all of it."""
+    loaded, _ = mlx_lm.load(str(tiny_model_path))
+    lazy, _ = mlx_lm.load(str(tiny_model_path), lazy=True)
+    weights = [value for key, value in tree_flatten(lazy.parameters()) if "switch_mlp" in key]
+    assert weights and all(map(_waits_for_a_file, weights))
+    assert identity_of_model(lazy, tiny_model_path) == identity_of_model(loaded, tiny_model_path)
+    assert all(map(_waits_for_a_file, weights))
+    assert identity_of_model(lazy).layers == identity_of_model(loaded).layers
+    assert not all(map(_waits_for_a_file, weights))
 
 
 def test_replacing_does_not_change_a_model(tiny_model_path: Path) -> None:

@@ -391,7 +391,7 @@ def little(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
         assert quick
         return tune(SMALL, static=static, effort=LITTLE, progress=progress)
 
-    monkeypatch.setattr(cli, "tune", some)
+    monkeypatch.setattr("mlx_moe.tune.tune", some)
     return shapes
 
 

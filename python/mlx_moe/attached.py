@@ -13,9 +13,8 @@ from typing import Any
 import mlx.nn as nn
 import mlx_lm.utils
 
+from .identity import ATTACHED as KEY
 from .loading import replace_layers
-
-KEY = "mlx_moe"  # our entry in config.json: {"backend": ..., "model_file": the model's own}
 
 
 @dataclass

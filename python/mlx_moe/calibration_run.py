@@ -15,6 +15,7 @@ from .calibration import QUANTILES, Calibration, LayerStatistics, Source
 from .calibration_state import AGAIN, Progress, load_state, save_state, state_path
 from .corpus import Corpus, Document, TokenLists, parts
 from .counting import LayerCounts
+from .defaults import CHUNK, DOCUMENT, SAVE_EVERY
 from .durable import scratch_path
 from .errors import BadData, InvalidArgument, UnsupportedLayer
 from .facts import layer_facts
@@ -23,9 +24,6 @@ from .interrupt import Interrupts
 from .layers import Layer, Observer
 from .observe import observed
 from .progress import progress_bar
-
-CHUNK, DOCUMENT = 512, 4096  # tokens
-SAVE_EVERY = 60.0  # seconds
 
 
 def calibrate(

@@ -7,6 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from .defaults import (
+    CHUNK,
+    REFERENCES,
+    RETRIEVAL_ITEMS,
+    RETRIEVAL_LENGTH,
+    TASKS,
+    TEXT_TOKENS,
+)
 from .errors import InvalidArgument
 from .evaluation import Evaluation, SideResult
 from .evaluation_data import Source, read_sources
@@ -24,12 +32,6 @@ from .replace import check_choice, replace_moe_layers
 from .retrieval import needle_questions
 from .static import Importance, Overflow
 from .static_paths import all_cold, static_paths, with_layers
-
-TASKS = ("kl", "ppl", "choice", "retrieval")
-REFERENCES = ("stock", "cpu")
-CHUNK = 512  # tokens of a forward where no plan says
-TEXT_TOKENS = 1 << 14
-RETRIEVAL_LENGTH, RETRIEVAL_ITEMS = 1024, 64  # tokens of each text, texts
 
 
 def evaluate(

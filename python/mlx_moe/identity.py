@@ -1,24 +1,25 @@
 """Which model a calibration, a plan or an artifact was made from."""
 
 import hashlib
+import io
 import json
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from .errors import CorruptFile, IdentityMismatch, ModelNotFound
-from .find import find_modules, switch_kind
-from .json_fields import Fields
-from .layers import PROJECTIONS
+from .json_fields import Fields, is_count
 from .safetensors_headers import SHARDS, read_header
 
 SAMPLE_BYTES, SAMPLES = 4096, 64  # of all shards together, at least one of each
+# Our entry in the config.json of an attached model: {"backend", "model_file": the model's own}.
+ATTACHED = "mlx_moe"
 LAYER_VALUES = 64  # of the first row of a projection's first expert
 PARTS = {
     "config": "config.json",
@@ -56,6 +57,14 @@ class ModelIdentity:
         return cls(take.text("name"), *(take.optional(part, take.text) for part in PARTS))
 
 
+class Place(NamedTuple):
+    """Where a tensor is: its file, and the offset and number of its bytes there."""
+
+    shard: Path
+    offset: int
+    bytes: int
+
+
 def identity_of_files(path: str | Path) -> ModelIdentity:
     """The identity of a model directory; reads headers and a few hundred KB of any size of model.
 
@@ -82,7 +91,7 @@ def identity_of_model(
     """The identity of a model in memory, and of the directory it was loaded from if given.
 
     Replacing and restoring layers leave it as it is, experts on disk too; adapters do, quantising
-    does not. Weights that are not read yet are read.
+    does not. With `files`, weights that are loaded lazily from there stay unloaded.
 
     Args:
         stored: `Stored` by a layer's name, for experts that are about to be on disk.
@@ -90,7 +99,7 @@ def identity_of_model(
     on_disk = ModelIdentity(type(model).__module__.rpartition(".")[2])
     if files is not None:
         on_disk = identity_of_files(files)
-    return ModelIdentity(**{**asdict(on_disk), "layers": _layers(model, stored or {})})
+    return ModelIdentity(**{**asdict(on_disk), "layers": _layers(model, files, stored or {})})
 
 
 def check_same(expected: ModelIdentity, found: ModelIdentity, what: str) -> None:
@@ -141,7 +150,7 @@ def _config(path: Path) -> dict[str, Any]:
         raise CorruptFile(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise CorruptFile(f"{path} is no JSON object")
-    if isinstance(ours := config.pop("mlx_moe", None), dict):
+    if isinstance(ours := config.pop(ATTACHED, None), dict):
         config.pop("model_file", None)
         if (own := ours.get("model_file")) is not None:
             config["model_file"] = own
@@ -167,9 +176,13 @@ def _samples(shards: list[Path]) -> Iterator[bytes]:
                 yield file.read(SAMPLE_BYTES)
 
 
-def _layers(model: nn.Module, stored: Mapping[str, Any]) -> str | None:
+def _layers(model: nn.Module, files: str | Path | None, stored: Mapping[str, Any]) -> str | None:
+    from .find import find_modules, switch_kind  # with which mlx-lm comes
+    from .layers import PROJECTIONS
+
+    places = {} if files is None else dict(_places(sorted(Path(files).glob(SHARDS))))
     facts: list[Any] = []
-    values: list[mx.array | bytes] = []
+    values: list[bytes] = []
     for name, module, _ in find_modules(model, lambda m: switch_kind(m) is not None):
         kind = switch_kind(module)
         assert kind is not None
@@ -182,14 +195,36 @@ def _layers(model: nn.Module, stored: Mapping[str, Any]) -> str | None:
             shapes = [[key, list(a.shape), str(a.dtype)] for key, a in arrays.items()]
             facts.append([name, projection, how, shapes])
             if on_disk is None:
-                values.append(linear["weight"][0, 0, :LAYER_VALUES])
+                place = places.get(f"{name}.{projection}.weight")
+                values.append(_first(linear["weight"], place))
             else:
                 values.append(on_disk.first_values(projection, LAYER_VALUES))
-    if not facts:
-        return None
-    mx.eval([v for v in values if isinstance(v, mx.array)])
-    return _digest(_canonical(facts), *map(_as_bytes, values))
+    return _digest(_canonical(facts), *values) if facts else None
 
 
-def _as_bytes(values: mx.array | bytes) -> bytes:
-    return values if isinstance(values, bytes) else np.array(values.view(mx.uint8)).tobytes()
+def _first(weight: mx.array, place: Place | None) -> bytes:
+    """The first values of the first row; from the file for a weight that is not loaded yet, which
+    evaluating a slice of it would load whole."""
+    size = min(weight.shape[-1], LAYER_VALUES) * weight.itemsize
+    if place is not None and place.bytes == weight.nbytes and _waits_for_a_file(weight):
+        with place.shard.open("rb") as file:
+            file.seek(place.offset)
+            return file.read(size)
+    return np.array(weight[0, 0, :LAYER_VALUES].view(mx.uint8)).tobytes()
+
+
+def _waits_for_a_file(weight: mx.array) -> bool:
+    graph = io.StringIO()
+    mx.export_to_dot(graph, weight)
+    return graph.getvalue().count("[label =") == 1 and '"Load"' in graph.getvalue()
+
+
+def _places(shards: list[Path]) -> Iterator[tuple[str, Place]]:
+    """Where each tensor of the files is; those whose header says nothing of use are left out."""
+    for shard in shards:
+        with shard.open("rb") as file:
+            start = 8 + int.from_bytes(file.read(8), "little")
+        for name, tensor in read_header(shard).items():
+            offsets = tensor.get("data_offsets") if isinstance(tensor, dict) else None
+            if isinstance(offsets, list) and len(offsets) == 2 and all(map(is_count, offsets)):
+                yield name, Place(shard, start + offsets[0], offsets[1] - offsets[0])

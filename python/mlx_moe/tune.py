@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from . import core, tune_cold, tune_fit
 from .cost import Expert
+from .defaults import STATICS
 from .devices import NUMBERS, Device, Number, builtin, this_device
 from .durable import write_json
 from .errors import InvalidArgument, MissingDependency, MoEError
@@ -21,7 +22,6 @@ from .progress import progress_bar
 from .tune_cold import ColdPath, Shape
 from .tune_static import HostPrograms, Programs, StaticPath, read_bandwidth
 
-STATICS = ("auto", "none", "host", "coreml")
 EXPERTS, TOP_K = 16, 8  # with a load in each call
 DEFAULT = Shape(2048, 768, EXPERTS, TOP_K, WeightFacts("affine", 4, 64, "bfloat16"))
 DEFAULT_CACHE = 32 << 20  # bytes, where the system does not say

@@ -9,12 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import mlx_lm.utils
-
-from ..attached import KEY
 from ..errors import MoEError
-from ..loading import missing_model_is_an_error, trust_option
-from ..replace import resolve_backend
+from ..identity import ATTACHED as KEY
 from .common import add_backend_option, command
 
 MODEL_FILE = "mlx_moe_model.py"
@@ -60,6 +56,11 @@ def build_parser() -> argparse.ArgumentParser:
 @command
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
+    import mlx_lm.utils
+
+    from ..loading import missing_model_is_an_error
+    from ..replace import resolve_backend
+
     resolve_backend(args.backend)
     with missing_model_is_an_error(args.model):
         source = mlx_lm.utils._download(args.model)
@@ -70,6 +71,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def attach(source: Path, output: Path, backend: str, trust_remote_code: bool) -> None:
     """Write the directory `output`, which links to the files of the model in `source`."""
+    import mlx_lm.utils
+
+    from ..loading import missing_model_is_an_error, trust_option
+
     config = read_config(source)
     if "model_file" in config and not trust_remote_code:
         raise MoEError(

@@ -10,8 +10,6 @@ import numpy as np
 
 from .. import core
 from ..energy import open_meter
-from ..loading import load_stock, replace_layers
-from ..replace import resolve_backend
 from ..tables import table
 from .common import (
     add_backend_option,
@@ -63,6 +61,9 @@ def build_parser() -> argparse.ArgumentParser:
 @command
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
+    from ..loading import load_stock, replace_layers
+    from ..replace import resolve_backend
+
     check_targets(json=args.json)
     resolve_backend(args.backend)
     model, _, config, _ = load_stock(args.model, args.trust_remote_code)

@@ -11,9 +11,8 @@ import numpy as np
 
 from .. import hub
 from ..calibration import Calibration
-from ..calibration_run import CHUNK, DOCUMENT, SAVE_EVERY, calibrate
 from ..calibration_state import state_path
-from ..replace import resolve_backend
+from ..defaults import CHUNK, DOCUMENT, SAVE_EVERY
 from ..skew import cold, gini, top_share
 from ..tables import table
 from ..text import TextFiles, text_files
@@ -96,6 +95,9 @@ def build_parser() -> argparse.ArgumentParser:
 @command
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
+    from ..calibration_run import calibrate
+    from ..replace import resolve_backend
+
     check_targets(output=None if hub.is_uri(args.output) else args.output, json=args.json)
     resolve_backend(args.backend)
     text_files(args.data)  # says what is missing before a model is loaded

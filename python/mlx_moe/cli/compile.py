@@ -4,18 +4,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import hub
-from ..compile import compile_plan, estimate_plan
-from ..compile_estimate import Estimate
-from ..coreml import WEIGHTS
 from ..manifest import Manifest
 from ..package_entry import PackageEntry
 from ..package_form import MACOS, system_macos
-from ..plan import read_plan
+from ..plan import WEIGHTS, read_plan
 from ..tables import table
 from .common import add_json_option, add_trust_option, command, positive, write_json
+
+if TYPE_CHECKING:
+    from ..compile_estimate import Estimate
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -81,6 +81,8 @@ def main(argv: list[str] | None = None) -> int:
     }
     if args.macos > 14 and system_macos() == 14:
         print("note: this macOS 14 runs what --macos 14 writes, and no other", file=sys.stderr)
+    from ..compile import compile_plan, estimate_plan
+
     if args.estimate:
         estimate = estimate_plan(args.model, plan, hub.local_output(args.output), **options)
         return report(args.json, estimate.to_json(), estimate_text(estimate))
@@ -134,7 +136,7 @@ def packages(entries: Sequence[PackageEntry]) -> int:
     return sum(len(entry.packages) for entry in entries)
 
 
-def estimate_text(e: Estimate) -> str:
+def estimate_text(e: "Estimate") -> str:
     shared = ""
     if e.bytes > e.shared_bytes:
         shared = (

@@ -5,21 +5,9 @@ import math
 from typing import Any
 
 from .. import hub
-from ..evaluation_data import read_sources
-from ..evaluation_plot import plot
-from ..evaluator import (
-    REFERENCES,
-    RETRIEVAL_ITEMS,
-    RETRIEVAL_LENGTH,
-    TASKS,
-    TEXT_TOKENS,
-    evaluate,
-)
+from ..defaults import REFERENCES, RETRIEVAL_ITEMS, RETRIEVAL_LENGTH, TASKS, TEXT_TOKENS
 from ..figures import require_matplotlib
-from ..loading import load_stock
-from ..replace import resolve_backend
 from ..text import text_files
-from .benchmark import machine
 from .common import (
     PLAN_BACKENDS,
     add_json_option,
@@ -121,6 +109,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     factors = factors_of(parser, args)
+    from ..evaluation_data import read_sources
+    from ..evaluation_plot import plot
+    from ..evaluator import evaluate
+    from ..loading import load_stock
+    from ..replace import resolve_backend
+    from .benchmark import machine
+
     check_targets(json=args.json, plot=args.plot)
     if args.plot:
         require_matplotlib()

@@ -3,16 +3,17 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
 
 from ..energy import Meter, Use
-from ..loading import Replaced
 from ..progress import progress_bar
+
+if TYPE_CHECKING:
+    from ..loading import Replaced
 
 SIDES = ("stock", "replaced")
 
@@ -74,7 +75,7 @@ class Measurement:
 
 
 def measure(
-    model: Replaced, workload: Workload, count: int, meter: Meter | None = None
+    model: "Replaced", workload: Workload, count: int, meter: Meter | None = None
 ) -> Measurement:
     """Run `count` trials of each side, the sides taking turns at going first."""
     measurement = Measurement()
@@ -89,7 +90,7 @@ def measure(
 
 
 def take_turn(
-    model: Replaced,
+    model: "Replaced",
     side: str,
     workload: Workload,
     measurement: Measurement,
@@ -108,6 +109,8 @@ def take_turn(
 
 
 def run_trial(model: nn.Module, workload: Workload, meter: Meter | None = None) -> Trial:
+    from mlx_lm.models.cache import make_prompt_cache
+
     tokens, cache = workload.tokens(), make_prompt_cache(model)
     mx.eval(tokens)
     prefill, predictions = 0.0, []

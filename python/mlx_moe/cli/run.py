@@ -3,8 +3,6 @@
 import argparse
 
 from ..errors import MoEError
-from ..patch import replaced_models
-from . import report
 from .common import (
     add_plan_options,
     add_stats_option,
@@ -38,6 +36,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
+    from ..patch import replaced_models
+    from . import report
+
     known = stock_commands()
     if args.stock not in known:
         parser.error(f"unknown command {args.stock!r}; mlx-lm has {', '.join(sorted(known))}")

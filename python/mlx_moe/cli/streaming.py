@@ -8,7 +8,6 @@ from typing import Any
 
 from ..errors import InvalidArgument
 from ..expert_memory import ExpertMemory
-from ..loading import load_stock, replace_layers
 
 # Stock commands that only run the model; the others train, convert or save its weights.
 COMMANDS = ("generate", "chat", "server", "benchmark", "cache_prompt", "perplexity", "evaluate")
@@ -54,6 +53,8 @@ def memory_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def load_replaced(args: argparse.Namespace) -> tuple[Any, Any, Path]:
     """The model of a command of ours, replaced as its options say, its tokenizer and directory."""
+    from ..loading import load_stock, replace_layers
+
     memory = memory_arguments(args)
     loaded = load_stock(args.model, args.trust_remote_code, lazy=bool(memory))
     model, tokenizer, _, directory = loaded

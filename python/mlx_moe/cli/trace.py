@@ -8,10 +8,8 @@ from typing import Any
 
 from ..cache_trace import Trace
 from ..errors import BadData
-from ..replace import resolve_backend
 from ..tables import table
 from ..text import TextFiles, text_files
-from ..trace_run import record
 from .common import (
     add_backend_option,
     add_json_option,
@@ -68,6 +66,9 @@ def build_parser() -> argparse.ArgumentParser:
 @command
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
+    from ..replace import resolve_backend
+    from ..trace_run import record
+
     check_targets(json=args.json, output=args.output)
     resolve_backend(args.backend)
     if args.data is not None:

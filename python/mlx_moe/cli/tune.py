@@ -9,11 +9,11 @@ from typing import Any
 
 from .. import tune_profile
 from ..cache import make_cache_dir
+from ..defaults import STATICS
 from ..devices import Device
 from ..errors import InvalidArgument
 from ..machine import processors
 from ..tables import table
-from ..tune import DEFAULT, STATICS, save, shape_of, tune
 from .common import add_json_option, check_targets, command, say, write_json
 
 BUSY = 0.5  # of the processors, before we start
@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--calibration",
         metavar="FILE",
         help="Measure experts as large, and in the format, as this model's (default: "
-        f"{DEFAULT.hidden} x {DEFAULT.inner} in 4 bits)",
+        "2048 x 768 in 4 bits)",
     )
     parser.add_argument(
         "--static",
@@ -54,6 +54,8 @@ def build_parser() -> argparse.ArgumentParser:
 @command
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
+    from ..tune import DEFAULT, save, shape_of, tune
+
     check_targets(json=args.json, output=args.output)
     if args.static == "host" and args.output is None:
         raise InvalidArgument(
