@@ -18,6 +18,7 @@ from .errors import InvalidArgument, MissingDependency, MoEError
 from .layer_facts import LayerFacts, WeightFacts
 from .machine import chip, coreml_missing, memory_bytes
 from .measured import Measurements, Sample
+from .plan_cpu import PACKED_BYTES
 from .progress import progress_bar
 from .tune_cold import ColdPath, Shape
 from .tune_static import HostPrograms, Programs, StaticPath, read_bandwidth
@@ -134,7 +135,7 @@ def _measure(
     numbers |= {name: (value, "") for name, value in fitted.items()}
     numbers["cold_bandwidth"] = (fitted["cold_bandwidth"], note)
     if base.executor == "cpu" and static not in MAKERS:
-        numbers["packed_speedup"] = _packed(shape, effort.repeats)
+        numbers["packed_speedup"] = _packed(shape, effort.repeats, bandwidth)
     step("copies")
     overlap = None
     if static in MAKERS:
@@ -146,10 +147,15 @@ def _measure(
     return numbers, samples, overlap
 
 
-def _packed(shape: Shape, repeats: int) -> tuple[float, str]:
+def _packed(shape: Shape, repeats: int, bandwidth: float) -> tuple[float, str]:
     found = tune_cold.packed_speedup(shape, repeats)
     if found is None:
-        return 1.0, f"; the kernel in use ({core.isa()}) reads weights in place"
+        fixed = tune_cold.fixed_seconds(shape, repeats)
+        read = 3 * shape.hidden * shape.inner * PACKED_BYTES / bandwidth
+        return 1.0, (
+            f"; the kernel in use ({core.isa()}) reads weights in place: an expert takes "
+            f"{1e6 * fixed:.0f} us beside its rows, and a bf16 copy {1e6 * read:.0f} us to read"
+        )
     return found, f"; copies against in place at {tune_cold.PACKED_ROWS} rows an expert"
 
 

@@ -1,7 +1,8 @@
 """Times of the cold path on this machine: experts with loads, reading weights, packed copies."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -183,6 +184,25 @@ def packed_speedup(shape: Shape, repeats: int) -> float | None:
     run(fast)
     taken = [(run(plain), run(fast)) for _ in range(repeats)]
     return median(slow for slow, _ in taken) / median(quick for _, quick in taken)
+
+
+def fixed_seconds(shape: Shape, repeats: int) -> float:
+    """What one expert takes beside its rows, its weights in the cache: the most that a copy which
+    needs no unpacking could save.
+
+    From two loads, at which computing takes most of the time.
+    """
+    one = replace(shape, experts=1, top_k=1)
+    layer = random_layer(one)
+    gate, up, down = (_matrix(layer[name]) for name in PROJECTIONS["glu"])
+    found = []
+    for rows in (PACKED_ROWS, 4 * PACKED_ROWS):
+        x, ids = routing(one, rows, 1)
+        out = mx.zeros((rows, 1, shape.hidden), x.dtype)
+        mx.eval(x, ids, out)
+        found.append(timed(partial(core.swiglu, x, ids, gate, up, down, out), 5 * repeats))
+    few, many = found
+    return max(few - (many - few) / 3, 0.0)
 
 
 def _matrix(linear: Any, packed: core.Packed | None = None) -> core.Matrix:
