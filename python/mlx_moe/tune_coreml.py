@@ -16,8 +16,8 @@ from .coreml_trial import Trials, compiled_functions, trial_request
 from .experts_weights import ExpertWeights
 from .mil_program import INPUT, OUTPUT
 from .package_form import container, functions, system_macos
+from .tune_static import SCALE
 
-SCALE = 0.01
 logger = logging.getLogger("mlx_moe")
 
 

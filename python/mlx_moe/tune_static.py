@@ -17,6 +17,7 @@ from .tune_cold import Shape, timed, timed_once
 
 SMALL = 32  # features and capacity of a program that costs next to nothing but its dispatch
 AT_ONCE = (1, 2, 4, 8)
+SCALE = 0.1  # of weights: outputs of small and of large experts are within float16's range
 
 
 class Programs(Protocol):
@@ -40,7 +41,7 @@ class HostPrograms:
         size = 2 * hidden * inner
         self._count += 1
         blob = self._directory / f"{self._count}.bin"
-        values = np.random.default_rng(0).standard_normal(3 * hidden * inner, np.float32) * 0.01
+        values = np.random.default_rng(0).standard_normal(3 * hidden * inner, np.float32) * SCALE
         with blob.open("wb") as file:
             for _ in range(experts):
                 file.write(values.astype(np.float16).tobytes())
