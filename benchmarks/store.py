@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure")
     parser.add_argument("--keep", action="store_true", help="files there, and use those found")
     parser.add_argument("--parts", nargs="+", choices=PARTS_OF_IT, default=PARTS_OF_IT)
-    parser.add_argument("--check", action="store_true", help="exit 1 on a miss")
+    parser.add_argument("--check", action="store_true", help="exit 1 on a miss (at --size 6)")
     parser.add_argument("--json")
     args = parser.parse_args()
     print_machine()
