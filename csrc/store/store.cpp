@@ -99,6 +99,8 @@ std::shared_ptr<HeldExperts> ExpertStore::acquire(size_t layer, std::span<const 
                                                   const Poll& poll) {
   const std::vector<uint32_t> wanted = numbers(layer, experts);
   const LayerLayout& l = layers_[layer];
+  // Outlives the guard: letting go takes the same lock.
+  std::shared_ptr<HeldExperts> held(new HeldExperts(shared_from_this()));
   auto guard = lock();
   check_open();
   if (wanted.size() > residency_.budget() / l.slot_bytes)
@@ -106,7 +108,6 @@ std::shared_ptr<HeldExperts> ExpertStore::acquire(size_t layer, std::span<const 
          wanted.size() * l.slot_bytes, " bytes, the limit is ", residency_.budget(),
          "; raise the limit, or run the forward in parts");
   wait_for_slots(guard, layer, wanted, poll);
-  std::shared_ptr<HeldExperts> held(new HeldExperts(shared_from_this()));
   const auto begun = residency_.hold(layer, wanted);
   held->experts_ = wanted;  // from here on whatever is thrown lets them go
   std::vector<std::shared_ptr<Load>> coming;
