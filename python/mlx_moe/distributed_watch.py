@@ -63,11 +63,12 @@ class Watchdog(threading.Thread):
         """Say goodbye. Nothing is watched from then on."""
         if self._closed:
             return
-        self._closed = True
         text = b"" if failure is None else f"rank {self.rank}: {failure}".encode()
-        for line in self._lines.values():
+        for line in list(self._lines.values()):  # the thread may drop one meanwhile
             line.send(DONE if failure is None else FAILED, text)
-        self._wake.send(b"!")
+        self._closed = True  # only now: the thread then closes the lines
+        with suppress(OSError):
+            self._wake.send(b"!")
 
     def lost(self, what: str, error: str) -> str:
         """What to say of an error in a collective."""
