@@ -68,7 +68,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.expert_memory is not None:
         if args.compare:
             parser.error("--compare does not go with --expert-memory: stock needs all experts")
-        arguments = longer_steps(arguments)
+        if "prefill_step_size" in args:  # mlx-lm 0.31 has no such option
+            arguments = longer_steps(arguments)
     alone = {
         "--plan": args.plan,
         "--expert-memory": args.expert_memory,
