@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ import numpy as np
 from . import core
 from .custom import CannotEvaluate, eager, evaluate, filled
 from .stats import DETAILS, Counters
-from .weights import FLOATS, promote
+from .weights import FLOATS, promote, subclass
 
 # Below this many multiplications stock code is done before we have started (measured).
 SMALLEST = 1 << 17
@@ -21,7 +22,6 @@ CAUSAL_PARTS = 4
 
 _running = threading.local()
 _stock: Any = None  # MLX's function, once `product` stands in its place
-_classes: dict[type, type] = {}
 
 
 NAME = "(attention product)"  # in tables and stats: no module has it
@@ -44,19 +44,20 @@ def model_class(base: type) -> type:
     global _stock
     if _stock is None:
         _stock, mx.fast.scaled_dot_product_attention = mx.fast.scaled_dot_product_attention, product
-    if base not in _classes:
+    return _stepping_in(base)
 
-        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-            outer = getattr(_running, "layer", None)
-            _running.layer = None if self.training else self._moe_attention
-            try:
-                return base.__call__(self, *args, **kwargs)
-            finally:
-                _running.layer = outer
 
-        body = {"__call__": __call__, "__module__": base.__module__, "_moe_base": base}
-        _classes[base] = type(base.__name__, (base,), body)
-    return _classes[base]
+@cache
+def _stepping_in(base: type) -> type:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outer = getattr(_running, "layer", None)
+        _running.layer = None if self.training else self._moe_attention
+        try:
+            return base.__call__(self, *args, **kwargs)
+        finally:
+            _running.layer = outer
+
+    return subclass(base, __call__=__call__)
 
 
 def product(q: mx.array, k: mx.array, v: mx.array, **kwargs: Any) -> mx.array:

@@ -4,6 +4,7 @@ import copy
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +17,7 @@ from .find import find_modules, named_modules
 from .replace import resolve_backend, swap, unswap
 from .replacement import ReplacedLayer, Replacement
 from .stats import DETAILS, Counters
-from .weights import FLOATS, PLAIN_KEYS, Linear, UnknownFormat, describe, own_class
+from .weights import FLOATS, PLAIN_KEYS, Linear, UnknownFormat, describe, own_class, subclass
 
 # The forward that is taken over, by exact class: subclasses may compute something else.
 FORWARDS = {
@@ -116,29 +117,25 @@ def restore_linear_layers(model: nn.Module) -> None:
         unswap(module, "_moe_dense")
 
 
+@cache
 def dense_class(base: Any) -> Any:
     """The subclass of `base` (made once) whose matrix product runs through `forward`."""
-    if base not in _classes:
 
-        def method(self: Any, x: mx.array) -> mx.array:
-            return forward(self, self._moe_dense, x)
+    def method(self: Any, x: mx.array) -> mx.array:
+        return forward(self, self._moe_dense, x)
 
-        def to_quantized(self: Any, *args: Any, **kwargs: Any) -> Any:
-            """Stock's quantised layer, replaced like the one it takes the place of."""
-            made = base.to_quantized(self, *args, **kwargs)
-            if type(made) in FORWARDS:
-                made.__dict__["_moe_dense"] = self._moe_dense
-                made.__class__ = dense_class(type(made))
-            return made
+    def to_quantized(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stock's quantised layer, replaced like the one it takes the place of."""
+        made = base.to_quantized(self, *args, **kwargs)
+        if type(made) in FORWARDS:
+            made.__dict__["_moe_dense"] = self._moe_dense
+            made.__class__ = dense_class(made.__class__)
+        return made
 
-        body = {FORWARDS[base]: method, "__module__": base.__module__, "_moe_base": base}
-        if hasattr(base, "to_quantized"):
-            body["to_quantized"] = to_quantized
-        _classes[base] = type(base.__name__, (base,), body)
-    return _classes[base]
-
-
-_classes: dict[Any, Any] = {}
+    body: dict[str, Any] = {FORWARDS[base]: method}
+    if hasattr(base, "to_quantized"):
+        body["to_quantized"] = to_quantized
+    return subclass(base, **body)
 
 
 def forward(module: Any, layer: DenseLayer, x: mx.array) -> mx.array:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -15,7 +15,15 @@ from .errors import InvalidArgument
 from .static import Ints
 from .static_path import StaticPath
 from .stats import DETAILS, Counters
-from .weights import FLOATS, PLAIN_KEYS, Linear, UnknownFormat, promote, shallow_copy
+from .weights import (
+    FLOATS,
+    PLAIN_KEYS,
+    Linear,
+    UnknownFormat,
+    promote,
+    shallow_copy,
+    subclass,
+)
 
 if TYPE_CHECKING:
     from .distributed_layer import RankedExperts
@@ -91,22 +99,17 @@ class PackedCopies:
 Observer = Callable[[Any, Layer, mx.array, mx.array, mx.array | None], None]
 
 
+@cache
 def replaced_class(base: type) -> type:
     """The subclass of `base` (made once) whose instances run through `forward`."""
-    if base not in _classes:
 
-        def __call__(self: Any, x: mx.array, indices: mx.array, *args: Any, **kwargs: Any) -> Any:
-            if args or kwargs:
-                self._moe_layer.counters.fell_back("arguments", DETAILS["arguments"])
-                return base.__call__(self, x, indices, *args, **kwargs)
-            return forward(self, self._moe_layer, x, indices)
+    def __call__(self: Any, x: mx.array, indices: mx.array, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            self._moe_layer.counters.fell_back("arguments", DETAILS["arguments"])
+            return base.__call__(self, x, indices, *args, **kwargs)
+        return forward(self, self._moe_layer, x, indices)
 
-        body = {"__call__": __call__, "__module__": base.__module__, "_moe_base": base}
-        _classes[base] = type(base.__name__, (base,), body)
-    return _classes[base]
-
-
-_classes: dict[type, type] = {}
+    return subclass(base, __call__=__call__)
 
 
 def forward(module: Any, layer: Layer, x: mx.array, indices: mx.array) -> Any:

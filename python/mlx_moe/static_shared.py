@@ -1,6 +1,7 @@
 """A shared expert, which every token passes, as a static group of its own."""
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ from .layers import weight_arrays
 from .static import Ints
 from .static_path import StaticPath
 from .stats import DETAILS, Counters
-from .weights import FLOATS, PLAIN_KEYS, Linear, own_class, promote, shallow_copy
+from .weights import FLOATS, PLAIN_KEYS, Linear, own_class, promote, shallow_copy, subclass
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 LINEARS = frozenset({nn.Linear, nn.QuantizedLinear})
@@ -27,22 +28,17 @@ class SharedLayer:
     top_k: int | None = field(default=1, compare=False)
 
 
+@cache
 def shared_class(base: type) -> type:
     """The subclass of `base` (made once) whose instances run through `forward`."""
-    if base not in _classes:
 
-        def __call__(self: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
-            if args or kwargs:
-                self._moe_shared.counters.fell_back("arguments", DETAILS["arguments"])
-                return base.__call__(self, x, *args, **kwargs)
-            return forward(self, self._moe_shared, x)
+    def __call__(self: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            self._moe_shared.counters.fell_back("arguments", DETAILS["arguments"])
+            return base.__call__(self, x, *args, **kwargs)
+        return forward(self, self._moe_shared, x)
 
-        body = {"__call__": __call__, "__module__": base.__module__, "_moe_base": base}
-        _classes[base] = type(base.__name__, (base,), body)
-    return _classes[base]
-
-
-_classes: dict[type, type] = {}
+    return subclass(base, __call__=__call__)
 
 
 def forward(module: Any, layer: SharedLayer, x: mx.array) -> mx.array:

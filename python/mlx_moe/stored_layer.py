@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +17,7 @@ from .static_path import StaticPath
 from .store_bank_ops import BankLayer
 from .store_forward import Forward, Glu, forward_of
 from .stored_linear import INSTEAD
-from .weights import FLOATS, promote
+from .weights import FLOATS, promote, subclass
 
 
 @dataclass
@@ -64,19 +65,14 @@ class Stored:
         return Stored(self.layer, copy.deepcopy(self.placeholders, memo))
 
 
+@cache
 def stored_class(base: type) -> type:
     """The subclass of `base` (made once) whose instances run from a store."""
-    if base not in _classes:
 
-        def __call__(self: Any, x: mx.array, indices: mx.array) -> Any:
-            return forward(self, self._moe_layer, x, indices)
+    def __call__(self: Any, x: mx.array, indices: mx.array) -> Any:
+        return forward(self, self._moe_layer, x, indices)
 
-        body = {"__call__": __call__, "__module__": base.__module__, "_moe_base": base}
-        _classes[base] = type(base.__name__, (base,), body)
-    return _classes[base]
-
-
-_classes: dict[type, type] = {}
+    return subclass(base, __call__=__call__)
 
 
 def forward(module: Any, layer: Layer, x: mx.array, indices: mx.array) -> Any:

@@ -1,48 +1,44 @@
 """The projections of an expert layer whose weights are in a store."""
 
+from functools import cache
 from typing import Any
 
 from .errors import ExpertsOnDisk
+from .weights import subclass
 
 INSTEAD = "load the model without expert_memory for that, or restore_moe_layers(model) first"
 
 
+@cache
 def stored_linear(base: type, quantised: bool) -> type:
     """The subclass of a linear class for projections whose weights are placeholders: what would
     compute with these is refused by name."""
-    if base not in _linears:
 
-        def refuse(what: str) -> Any:
-            def method(self: Any, *_: Any, **__: Any) -> Any:
-                raise ExpertsOnDisk(f"experts that stay on disk cannot be {what}; {INSTEAD}")
+    def refuse(what: str) -> Any:
+        def method(self: Any, *_: Any, **__: Any) -> Any:
+            raise ExpertsOnDisk(f"experts that stay on disk cannot be {what}; {INSTEAD}")
 
-            return method
+        return method
 
-        def columns(self: Any) -> int:
-            scales = self.get("scales")
-            if scales is None:
-                return int(self["weight"].shape[-1])
-            return int(scales.shape[-1] * self.group_size)
+    def columns(self: Any) -> int:
+        scales = self.get("scales")
+        if scales is None:
+            return int(self["weight"].shape[-1])
+        return int(scales.shape[-1] * self.group_size)
 
-        body = {
-            "__module__": base.__module__,
-            "_moe_base": base,
-            "_moe_on_disk": True,
-            "__call__": refuse("called one by one"),
-            "to_quantized": refuse("quantised"),
-            "to_lora": refuse("given adapters"),
-            "input_dims": property(columns),
-        }
-        if quantised:  # who reads the scales, as mlx-lm's dequantize_model, wants the weights
-            body["scales"] = property(refuse("dequantised"))
-        _linears[base] = type(base.__name__, (base,), body)
-    return _linears[base]
+    body = {
+        "_moe_on_disk": True,
+        "__call__": refuse("called one by one"),
+        "to_quantized": refuse("quantised"),
+        "to_lora": refuse("given adapters"),
+        "input_dims": property(columns),
+    }
+    if quantised:  # who reads the scales, as mlx-lm's dequantize_model, wants the weights
+        body["scales"] = property(refuse("dequantised"))
+    return subclass(base, **body)
 
 
 def refuse_placeholders(linear: Any, name: str) -> None:
     """Raise ExpertsOnDisk if the weights of a projection are not in memory."""
     if getattr(type(linear), "_moe_on_disk", False):
         raise ExpertsOnDisk(f"{name}: its weights stay on disk; {INSTEAD}")
-
-
-_linears: dict[type, type] = {}

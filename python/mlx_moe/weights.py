@@ -93,6 +93,15 @@ def shallow_copy(module: Any, cls: Any) -> Any:
     return other
 
 
+def subclass(base: type, **body: Any) -> type:
+    """A subclass of a module's class that shows as `base` itself; `own_class` tells them apart.
+
+    Make each once (`functools.cache`): modules are compared by their class.
+    """
+    body = {"__module__": base.__module__, "_moe_base": base, **body}
+    return type(base.__name__, (base,), body)
+
+
 def own_class(module: Any) -> type:
     """The module's class without our replacement."""
     return getattr(type(module), "_moe_base", type(module))
