@@ -68,8 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.expert_memory is not None:
         if args.compare:
             parser.error("--compare does not go with --expert-memory: stock needs all experts")
-        if "prefill_step_size" in args:  # mlx-lm 0.31 has no such option
-            arguments = longer_steps(arguments)
+        arguments = longer_steps("generate", arguments)
     alone = {
         "--plan": args.plan,
         "--expert-memory": args.expert_memory,

@@ -3,6 +3,7 @@
 import argparse
 import logging
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from ..expert_memory import ExpertMemory
 # Stock commands that only run the model; the others train, convert or save its weights.
 COMMANDS = ("generate", "chat", "server", "benchmark", "cache_prompt", "perplexity", "evaluate")
 STEP = "--prefill-step-size"
-STEPPED = ("generate", "chat", "server", "benchmark")  # those that have it
 STEP_SIZE = 4096  # twice mlx-lm's: a prompt reads most experts once for each step
 
 log = logging.getLogger("mlx_moe")
@@ -80,15 +80,22 @@ def stock_arguments(command: str, arguments: Sequence[str]) -> list[str]:
             f"mlx_lm.{name} needs all weights in memory, so it does not go with --expert-memory; "
             f"these do: {', '.join(COMMANDS)}"
         )
-    return [*own, *(longer_steps(rest) if name in STEPPED else rest)]
+    return [*own, *longer_steps(name, rest)]
 
 
-def longer_steps(arguments: Sequence[str]) -> list[str]:
-    """A command line with STEP_SIZE unless it says how long steps are to be."""
-    if any(is_step(argument) for argument in arguments):
+def longer_steps(name: str, arguments: Sequence[str]) -> list[str]:
+    """A stock command line with STEP_SIZE, where it has STEP and does not say it itself."""
+    if not has_steps(name) or any(is_step(argument) for argument in arguments):
         return list(arguments)
     log.info("prompts are read %d tokens at a time (%s)", STEP_SIZE, STEP)
     return [STEP, str(STEP_SIZE), *arguments]
+
+
+def has_steps(name: str) -> bool:
+    """Whether the installed mlx-lm's command knows STEP: it differs by version, and only the
+    source tells without running the command."""
+    found = find_spec(f"mlx_lm.{name}")
+    return found is not None and found.origin is not None and STEP in Path(found.origin).read_text()
 
 
 def is_step(argument: str) -> bool:
