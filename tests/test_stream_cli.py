@@ -137,7 +137,7 @@ STEP = [streaming.STEP, str(streaming.STEP_SIZE)]
         ("mlx_lm", ["server", "--port", "1"], ["server", *STEP, "--port", "1"]),
         ("mlx_lm.chat", ["--prefill-step-size", "7"], ["--prefill-step-size", "7"]),
         ("mlx_lm.generate", ["--prefill-step=7"], ["--prefill-step=7"]),
-        ("mlx_lm.generate", ["--prefill-response", "7"], [*STEP, "--prefill-response", "7"]),
+        ("mlx_lm.server", ["--prefill-response", "7"], [*STEP, "--prefill-response", "7"]),
         ("mlx_lm.perplexity", ["--model", "m"], ["--model", "m"]),
     ),
 )
@@ -145,6 +145,15 @@ def test_prompts_are_read_in_longer_steps_unless_told(
     command: str, given: list[str], expected: list[str]
 ) -> None:
     assert streaming.stock_arguments(command, given) == expected
+
+
+@pytest.mark.parametrize("name", ("generate", "chat", "server", "benchmark"))
+def test_a_command_without_such_steps_is_given_none(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As generate and chat of mlx-lm 0.31."""
+    monkeypatch.setattr(streaming, "STEP", "--no-such-step")
+    assert streaming.stock_arguments(f"mlx_lm.{name}", ["--model", "m"]) == ["--model", "m"]
 
 
 GENERATING = """
