@@ -13,6 +13,7 @@ from typing import Any
 
 from ..durable import whole
 from ..errors import InvalidArgument, MoEError
+from ..figures import require_matplotlib
 from ..sizes import size_bytes
 from ..static import EXECUTORS, IMPORTANCES, OVERFLOWS
 
@@ -124,6 +125,13 @@ def check_targets(**paths: str | None) -> None:
     for option, path in paths.items():
         if path not in (None, "-") and not Path(str(path)).absolute().parent.is_dir():
             raise MoEError(f"--{option} {path}: there is no such directory to write it in")
+
+
+def check_plot(path: str | None) -> None:
+    """Before the work: raise MoEError where --plot could not be written."""
+    if path is not None:
+        require_matplotlib()
+        check_targets(plot=path)
 
 
 def say(text: object, json_target: str | None) -> None:

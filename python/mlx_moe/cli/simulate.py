@@ -14,7 +14,7 @@ from ..simulate import FORCED, STRATEGIES, simulate
 from ..simulate_report import as_text, plot, report
 from ..simulate_routing import Routing, of_calibration, of_histograms, of_trace, read_histograms
 from ..simulate_shapes import SHAPES
-from .common import add_json_option, check_targets, command, positive, say, write_json
+from .common import add_json_option, check_plot, check_targets, command, positive, say, write_json
 from .plan import share, size
 
 TOKENS, STEPS = 512, 16  # drawn from histograms
@@ -104,11 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     check_targets(json=args.json)
-    if args.plot is not None:
-        from ..figures import require_matplotlib
-
-        require_matplotlib()  # before the work
-        check_targets(plot=args.plot)
+    check_plot(args.plot)
     if args.seed < 0:
         raise InvalidArgument(f"--seed is {args.seed}, expected a number from 0 on")
     device = load_device(args.device)

@@ -10,7 +10,7 @@ from ..machine import as_size
 from ..progress import progress_bar
 from ..sizes import share
 from ..tables import table
-from .common import add_json_option, check_targets, command, say, size, write_json
+from .common import add_json_option, check_plot, check_targets, command, say, size, write_json
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
 
@@ -50,11 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     check_targets(json=args.json)
-    if args.plot is not None:
-        from ..figures import require_matplotlib
-
-        require_matplotlib()  # before the work
-        check_targets(plot=args.plot)
+    check_plot(args.plot)
     trace = Trace.load(args.trace)
     if not len(trace):
         raise InvalidArgument(f"{args.trace} has no forwards")
