@@ -210,6 +210,7 @@ def test_the_example_model(tiny_model_path: Path, tmp_path: Path) -> None:
     text = (tiny_model_path.parent / "prompt.txt").read_text() * 40
     tokens = tokenizer.encode(text)[:2048]
     mlx_moe.replace_moe_layers(model)
+    mlx_moe.replace_linear_layers(model)
     found = calibration_run.calibrate(model, [tokens], chunk=256)
     plain = make_plan(found, "m2-max")
     assert all(not layer.groups and layer.reason for layer in plain.layers)

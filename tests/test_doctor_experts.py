@@ -9,7 +9,7 @@ import pytest
 from made_checkpoints import CONFIG, D, E, F, Shapes, numbered, stacked, tensors
 
 from mlx_moe.doctor_experts import expert_layers, top_k
-from mlx_moe.doctor_families import families, family_of, models_directory
+from mlx_moe.doctor_families import family_of, has_switch_layers, like, models_directory
 from mlx_moe.doctor_files import read_model
 from mlx_moe.facts import layer_facts
 from mlx_moe.find import DEFERRED_FAMILIES
@@ -134,9 +134,11 @@ def test_top_k(config: dict, expected: int | None) -> None:
 def test_families_are_mlx_lms() -> None:
     models = models_directory()
     assert models == Path(mlx_lm.utils.__file__).parent / "models"
-    found = set(families(models))
+    names = {path.stem for path in models.glob("*.py")} - {"switch_layers"}
+    found = {name for name in names if has_switch_layers(name, models)}
     assert found >= {name for name in DEFERRED_FAMILIES if (models / f"{name}.py").is_file()}
-    assert found.isdisjoint({"llama", "gemma2", "qwen3", "switch_layers", "cache"})
+    assert found.isdisjoint({"llama", "gemma2", "qwen3", "cache"})
+    assert like("qwen3_mo", models)[0] == "qwen3_moe" and "llama" not in like("llama", models)
     for model_type, name in mlx_lm.utils.MODEL_REMAPPING.items():
         family = family_of({"model_type": model_type}, models)
         assert (family.name, family.known, family.experts) == (name, True, name in found)

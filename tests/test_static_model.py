@@ -13,7 +13,7 @@ import pytest
 from mlx_lm.generate import stream_generate
 from static_models import TIERS, groups_of, host, plan_of
 
-from mlx_moe import Replacement, calibrate, replace_moe_layers
+from mlx_moe import Replacement, calibrate, replace_linear_layers, replace_moe_layers
 from mlx_moe.plan import Plan
 
 DATA = Path(__file__).parent.parent / "examples" / "data"
@@ -23,10 +23,11 @@ CHUNK = 256
 
 @pytest.fixture(scope="module")
 def model(tiny_model_path: Path) -> nn.Module:
-    """The example with f32 activations."""
+    """The example with f32 activations; its dense layers, no part of the tests, on the kernels."""
     model, _ = mlx_lm.load(str(tiny_model_path))
     model.set_dtype(mx.float32)
     mx.eval(model.parameters())
+    replace_linear_layers(model)
     return model
 
 
@@ -50,7 +51,9 @@ def tokens(tokenizer) -> mx.array:
 @pytest.fixture(scope="module")
 def loads(model, tokens) -> np.ndarray:
     """Mean assignments of each expert [layers, experts] in a chunk."""
+    replaced = replace_moe_layers(model)
     found = calibrate(model, [tokens[0].tolist()], chunk=CHUNK)
+    replaced.restore()
     return np.stack([found.loads(layer).mean(axis=0) for layer in range(LAYERS)])
 
 

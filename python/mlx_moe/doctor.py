@@ -1,6 +1,6 @@
 """What this machine can do, whether a model is supported, and what to do next."""
 
-import difflib
+import math
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 
 from . import cache, tune_profile
 from .doctor_experts import ExpertLayer, expert_layers, top_k
-from .doctor_families import Family, families, family_of, models_directory
+from .doctor_families import Family, family_of, like, models_directory
 from .doctor_files import ModelFiles, read_model
 from .doctor_memory import Mode, modes
 from .energy import rails
@@ -103,7 +103,7 @@ def _problems(family: Family, layers: list[ExpertLayer], models: Path | None) ->
     if family.model_type is None:
         raise CorruptFile("config.json has no model_type: mlx-lm cannot tell what model this is")
     if not family.known and models is not None:
-        near = difflib.get_close_matches(family.model_type, families(models), n=3, cutoff=0.5)
+        near = like(family.model_type, models)
         others = f"; it knows {', '.join(near)}" if near else ""
         found.append(
             f"the installed mlx-lm has no family {family.model_type!r}{others}: a newer one may "
@@ -190,7 +190,7 @@ def _next_without(machine: Machine, profile: dict[str, Any] | None) -> list[str]
         return ["pip install mlx-npumoe"]
     found = ["mlx_moe doctor MODEL    # a model directory or a Hugging Face repository id"]
     if profile is None:
-        found.append("mlx_moe tune    # measures this machine for `mlx_moe plan`, in a minute")
+        found.append("mlx_moe tune    # measures this machine for `mlx_moe plan`")
     return found
 
 
@@ -224,7 +224,7 @@ def _smaller(model: dict[str, Any], ways: dict[str, dict[str, Any]]) -> list[str
     streaming = ways.get("expert streaming")
     if streaming and streaming["missing"] is None and streaming["fits"]:
         bank = streaming["memory"] - (model["bytes"] - model["expert_bytes"])
-        size = f"{bank / 1e9:.1f}GB" if bank >= 1e9 else f"{bank / 1e6:.0f}MB"
+        size = f"{math.ceil(bank / 1e8) / 10}GB" if bank >= 1e9 else f"{math.ceil(bank / 1e6)}MB"
         return [f"{GENERATE.format(name)} --expert-memory {size}"]
     formats = {group["format"] for group in model["experts"]}
     if formats <= set(CONVERTIBLE):

@@ -11,6 +11,7 @@ import numpy as np
 from . import core
 from .errors import MoEError
 from .safetensors_headers import Tensor
+from .sizes import slot_size
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 MODES = {(4, 32): "mxfp4", (8, 32): "mxfp8", (4, 16): "nvfp4"}  # (bits, group), scales of a byte
@@ -53,6 +54,7 @@ class ExpertLayer:
         hidden, inner: features outside and inside; 0 where the layout does not tell.
         matrices: 3 with a gate, else 2.
         bytes: of its tensors in the checkpoint.
+        slot_bytes: that one expert takes in the expert store, which rounds to whole pages.
         format: "affine 4 bits, groups of 64", "mxfp4", "bfloat16", ...
         stacked: as mlx-lm saves it; else mlx-lm converts it while it loads.
         problem: why the kernels cannot read it, None if they can or will after the conversion.
@@ -65,6 +67,7 @@ class ExpertLayer:
     matrices: int
     biases: bool
     bytes: int
+    slot_bytes: int
     format: str
     stacked: bool
     problem: str | None
@@ -116,6 +119,7 @@ def _stacked(name: str, parts: dict[str, dict[str, Tensor]]) -> ExpertLayer:
     formats = {p: _format(parts[p], inputs[p]) for p in parts}
     texts = list(dict.fromkeys(text for text, _ in formats.values()))
     problems = [f"{name}.{p}: {problem}" for p, (_, problem) in formats.items() if problem]
+    sizes = [tensor.bytes for projection in parts.values() for tensor in projection.values()]
     return ExpertLayer(
         name,
         experts,
@@ -123,7 +127,8 @@ def _stacked(name: str, parts: dict[str, dict[str, Tensor]]) -> ExpertLayer:
         inner,
         3 if glu else 2,
         any("bias" in projection for projection in parts.values()),
-        sum(tensor.bytes for projection in parts.values() for tensor in projection.values()),
+        sum(sizes),
+        slot_size(size // max(experts, 1) for size in sizes),
         " + ".join(texts),
         True,
         problems[0] if problems else None,
@@ -187,6 +192,11 @@ def _converted(name: str, parts: list[tuple[re.Match[str], Tensor]]) -> ExpertLa
     transposed = any(group["part"] == "qweight" for group in groups)  # packed along the rows
     hidden, inner = (0, 0) if transposed else _sizes(weights, bool(numbers))
     dtype = _common(tensor.dtype for tensor in weights.values())
+    one = [
+        tensor.bytes if numbers else tensor.bytes // max(experts, 1)
+        for group, (_, tensor) in zip(groups, parts, strict=True)
+        if not numbers or group.get("expert") == groups[0].get("expert")
+    ]
     return ExpertLayer(
         name,
         experts,
@@ -195,6 +205,7 @@ def _converted(name: str, parts: list[tuple[re.Match[str], Tensor]]) -> ExpertLa
         3 if gated else 2,
         any("bias" in group["part"] for group in groups),
         sum(tensor.bytes for _, tensor in parts),
+        slot_size(one),
         _foreign_format(dtype, [group["part"] for group in groups]),
         False,
         None,

@@ -3,7 +3,10 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +57,15 @@ def family_of(config: dict[str, Any], models: Path | None) -> Family:
     return Family(model_type, name, True, has_switch_layers(name, models))
 
 
-def families(models: Path) -> list[str]:
-    """Every file with switch layers, its own or those of a file that it imports."""
-    names = sorted(path.stem for path in models.glob("*.py"))
-    return [name for name in names if name != SWITCH and has_switch_layers(name, models)]
+def like(model_type: str, models: Path) -> list[str]:
+    """Up to three files with switch layers whose names are nearest."""
+    names = sorted({path.stem for path in models.glob("*.py")} - {SWITCH})
+    near = get_close_matches(model_type, names, n=len(names), cutoff=0.5) if names else []
+    return list(islice((name for name in near if has_switch_layers(name, models)), 3))
 
 
 def has_switch_layers(name: str, models: Path) -> bool:
+    """Of its own, or of a file that it imports."""
     seen, waiting = set(), [name]
     while waiting:
         name = waiting.pop()
@@ -71,8 +76,13 @@ def has_switch_layers(name: str, models: Path) -> bool:
     return SWITCH in seen
 
 
-def _imports(path: Path) -> Iterator[str]:
+@cache  # every family's file leads to the same few others
+def _imports(path: Path) -> tuple[str, ...]:
     """Sibling files that a file imports."""
+    return tuple(_imported(path))
+
+
+def _imported(path: Path) -> Iterator[str]:
     for node in ast.walk(_parsed(path)):
         if isinstance(node, ast.ImportFrom) and node.level == 1:
             if node.module:

@@ -80,6 +80,7 @@ def from_directory(directory: Path, name: str, where: str = "directory") -> Mode
 def from_hub(name: str) -> ModelFiles:
     """Of the hub's cache on this machine if all is there, else from the hub by HTTP ranges."""
     from huggingface_hub import constants, get_safetensors_metadata, hf_hub_download
+    from huggingface_hub.utils import get_session
 
     with hub_errors(name):
         if (cached := _in_cache(name)) is not None:
@@ -89,6 +90,8 @@ def from_hub(name: str) -> ModelFiles:
                 f"{name!r} is no directory and not in the hub's cache, and HF_HUB_OFFLINE keeps "
                 "this offline: give a model directory, or unset HF_HUB_OFFLINE"
             )
+        # Reading headers, the library tries again for half a minute where nobody answers.
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
         config = _json(Path(hf_hub_download(name, CONFIG)))
         found = get_safetensors_metadata(name)
     tensors = {

@@ -1,7 +1,6 @@
 """How much memory and disk each way of running a model takes, from its headers."""
 
 import ast
-import math
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -72,22 +71,24 @@ def modes(
                     f"plan, {weights} programs",
                     size + all_,
                     size + all_,
-                    coreml,
+                    coreml and f"{coreml}; --backend host computes them on the CPU, to try plans",
                     f"every expert hot; {as_size(one)} each, `mlx_moe plan --memory` bounds it",
                 )
             )
     if packed and (copies := packed_bytes(layers)):
         note = "every expert also prepacked for the kernels; `mlx_moe plan --memory` bounds it"
         found.append(mode("plan, packed copies", size + copies, size, None, note))
-    experts = sum(layer.bytes for layer in layers)
-    least = sum(math.ceil(layer.bytes / layer.experts) * (top_k or 1) for layer in layers)
-    bank = max(int(experts * STREAMED), least)
+    others = size - sum(layer.bytes for layer in layers)
+    slots = sum(layer.slot_bytes * layer.experts for layer in layers)
+    # One token's experts of a layer: the store takes no less.
+    least = max(layer.slot_bytes * (top_k or 1) for layer in layers)
+    bank = max(int(slots * STREAMED), least)
     missing = None if can_stream() else "not part of this version"
     note = (
         f"a quarter of the experts in memory, the others read when needed; at least "
-        f"{as_size(size - experts + least)}"
+        f"{as_size(others + least)}"
     )
-    found.append(mode("expert streaming", size - experts + bank, size, missing, note))
+    found.append(mode("expert streaming", others + bank, size, missing, note))
     return found
 
 

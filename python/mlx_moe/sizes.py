@@ -1,6 +1,8 @@
 """Sizes in bytes as people write them."""
 
 import re
+import resource
+from collections.abc import Iterable
 from math import inf
 
 from .errors import InvalidArgument
@@ -8,6 +10,7 @@ from .errors import InvalidArgument
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+LINE = 64  # bytes; arrays in a slot begin at multiples of it
 
 
 def size_bytes(text: str) -> int:
@@ -27,3 +30,12 @@ def share(text: str) -> float | None:
     match = SHARE.fullmatch(text.strip())
     value = float(match.group(1)) / 100 if match else 0.0
     return value if 0 < value <= 1 else None
+
+
+def slot_size(arrays: Iterable[int]) -> int:
+    """Bytes of the store's slot for an expert whose arrays have these sizes: whole pages."""
+    return _whole(sum(_whole(size, LINE) for size in arrays), resource.getpagesize())
+
+
+def _whole(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

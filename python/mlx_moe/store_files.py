@@ -1,7 +1,6 @@
 """Which tensors of a checkpoint's safetensors files are the experts of a layer."""
 
 import json
-import resource
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ import mlx.core as mx
 
 from . import core
 from .errors import CorruptFile, ModelNotFound, ReadFailed, UnsupportedLayer
+from .sizes import slot_size
 from .weights import FLOATS, KEYS
 
 INDEX = "model.safetensors.index.json"
@@ -19,8 +19,6 @@ PARTS = ("weight", "scales", "biases", "bias", "global_scale")  # in the order o
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint32": "U32", "uint8": "U8"}
 # How unconverted checkpoints call the projections of one expert.
 OTHER_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-
-LINE = 64  # bytes; arrays in a slot begin at multiples of it
 
 Names = tuple[str, ...]
 
@@ -242,15 +240,10 @@ def _check_tensors(checkpoint: Checkpoint, parameter: str, tensors: Names, array
 
 
 def slot_bytes(checkpoint: Checkpoint, layer: StoredExperts) -> int:
-    """Bytes of the slot of one expert: its arrays at multiples of 64, and whole pages."""
-    total = 0
-    for projection in layer.projections.values():
-        for names in projection.names:
-            if names:
-                each = checkpoint.tensors[names[0]].nbytes
-                total += whole_units(each if len(names) > 1 else each // layer.experts, LINE)
-    return whole_units(total, resource.getpagesize())
-
-
-def whole_units(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
+    """Bytes of the slot of one expert."""
+    return slot_size(
+        checkpoint.tensors[names[0]].nbytes // (1 if len(names) > 1 else layer.experts)
+        for projection in layer.projections.values()
+        for names in projection.names
+        if names
+    )

@@ -1,6 +1,5 @@
 """Generate text and record the routing of each expert layer."""
 
-import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from .layers import PROJECTIONS, Layer, Observer
 from .observe import observed
 from .progress import progress_bar
 from .replace import find_modules, switch_kind
-from .store_files import LINE, whole_units
+from .sizes import slot_size
 
 
 def record(
@@ -85,10 +84,10 @@ def slot_bytes(module: Any) -> int:
     """Bytes of the slot that one of the layer's experts would take."""
     kind = switch_kind(module)
     assert kind is not None
-    total = 0
-    for name in PROJECTIONS[kind]:
-        linear = module[name]
-        for array in linear.get("linear", linear).values():  # adapters wrap their base layer
-            if isinstance(array, mx.array):
-                total += whole_units(array.nbytes // array.shape[0], LINE)
-    return whole_units(total, resource.getpagesize())
+    linears = (module[name] for name in PROJECTIONS[kind])
+    return slot_size(
+        array.nbytes // array.shape[0]
+        for linear in linears
+        for array in linear.get("linear", linear).values()  # adapters wrap their base layer
+        if isinstance(array, mx.array)
+    )

@@ -23,8 +23,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx_moe tune",
         description="Measure this machine: throughput of experts by their loads, memory "
-        "bandwidth, what prepacked copies bring and, on request, a static executor. Takes a "
-        "minute; run it on an idle machine. `mlx_moe plan` takes the profile for --device auto.",
+        "bandwidth, what prepacked copies bring and, on request, a static executor. Takes seconds, "
+        "with a static executor up to a minute; run it on an idle machine. `mlx_moe plan` takes "
+        "the profile for --device auto.",
     )
     parser.add_argument(
         "-o",
