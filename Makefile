@@ -69,7 +69,9 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(if $(CPP),$(BIN)/clang-format -i $(CPP))
 
-BENCHMARKS := bucket routing dispatch tiers store overhead precision agreement memory layer model
+# Left out: quality, which takes an hour, and floor, whose figures layer prints.
+BENCHMARKS := bucket routing dispatch tiers schedule npumoe gpu_ndp simulate_check store overhead \
+  calibrate precision agreement memory packed split_expert ranks layer model
 
 # A forced OpenBLAS core type would slow the numpy that we compare with.
 bench: $(VENV)/.installed $(VENV)/.bench

@@ -12,11 +12,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # servers and workers 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
+import numpy as np
 import pytest
 from compiled import small_plan
 from hypothesis import HealthCheck, settings
 
-from mlx_moe import attention, dense, layers
+from mlx_moe import attention, core, dense, layers
 from mlx_moe.compile import compile_plan
 from mlx_moe.manifest import Manifest
 from mlx_moe.plan import Plan
@@ -50,6 +51,14 @@ def _kernels_at_any_size() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     mx.random.seed(0)
+    np.random.seed(0)
+
+
+@pytest.fixture(params=core.isas())
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each instruction set of this machine, forced."""
+    monkeypatch.setenv("MLX_MOE_ISA", request.param)
+    return request.param
 
 
 @pytest.fixture(scope="session")

@@ -165,3 +165,14 @@ def test_the_picture_is_well_formed() -> None:
 
     root = tree.parse(ROOT / "docs" / "flow.svg").getroot()
     assert root.tag.endswith("svg") and root.get("viewBox")
+
+
+def test_every_benchmark_is_described_and_made() -> None:
+    directory = ROOT / "benchmarks"
+    runs = {path.stem for path in directory.glob("*.py") if "__main__" in path.read_text()}
+    described = (directory / "README.md").read_text()
+    assert [name for name in sorted(runs) if f"benchmarks/{name}.py" not in described] == []
+    made = re.search(
+        r"^BENCHMARKS := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE
+    )
+    assert set(made[1].replace("\\", "").split()) == runs - {"quality", "floor"}

@@ -3,109 +3,24 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from expert_arrays import (
+    DTYPES,
+    FF,
+    QUANTISED,
+    D,
+    E,
+    K,
+    error,
+    expert,
+    f64,
+    make,
+    route,
+    rows,
+    tolerance,
+    zeros,
+)
 
-from mlx_moe import InvalidArgument, core
-
-E, K, FF, D = 5, 384, 96, 160
-
-# name: mode, bits, group
-QUANTISED = {
-    **{f"q{b}g{g}": ("affine", b, g) for b in (2, 3, 4, 5, 6, 8) for g in (32, 64)},
-    "q4g128": ("affine", 4, 128),
-    "mxfp4": ("mxfp4", 4, 32),
-    "mxfp8": ("mxfp8", 8, 32),
-    "nvfp4": ("nvfp4", 4, 16),
-}
-DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-# Relative Frobenius norm of the error of a whole expert (three products); bfloat16 tiles also
-# round the values of quantised weights.
-TOLERANCE = {"float32": 2e-6, "float16": 4.5e-3, "bfloat16": 4.5e-3}
-QUANTISED_TOLERANCE = {"float32": 2e-6, "float16": 5.5e-3, "bfloat16": 5.5e-3}
-
-
-def tolerance(fmt, dtype):
-    return (TOLERANCE if fmt in DTYPES else QUANTISED_TOLERANCE)[dtype]
-
-
-def f64(array):
-    return np.array(array.astype(mx.float32)).astype(np.float64)
-
-
-def error(got, want):
-    return np.linalg.norm(f64(got) - want) / np.linalg.norm(want)
-
-
-def make(fmt, rows, cols, dtype=mx.float32, experts=E, ignored=()):
-    """A stacked weight in a format, zero in columns `ignored`: a core.Matrix and float64 values."""
-    w = mx.random.normal((experts, rows, cols)) / cols**0.5
-    for column in ignored:
-        w[..., column] = 0
-    if fmt in DTYPES:
-        w = w.astype(DTYPES[fmt])
-        mx.eval(w)
-        return core.Matrix(w), f64(w)
-    mode, bits, group = QUANTISED[fmt]
-    q, s, *b = mx.quantize(w.astype(dtype), group, bits, mode=mode)
-    b = b[0] if b else None
-    if mode == "affine":
-        wide = mx.dequantize(q, s.astype(mx.float32), b.astype(mx.float32), group, bits)
-    else:
-        wide = mx.dequantize(q, s, None, group, bits, mode=mode, dtype=mx.float32)
-    mx.eval(q, s, wide) if b is None else mx.eval(q, s, b, wide)
-    return core.Matrix(q, s, b, mode=mode, bits=bits, group_size=group), f64(wide)
-
-
-def parts(fmt, rows, cols, dtype, experts=E):
-    """The arguments of core.Matrix for a stacked weight in a format."""
-    w = mx.random.normal((experts, rows, cols)) / cols**0.5
-    if fmt in DTYPES:
-        given = {"weight": w.astype(DTYPES[fmt])}
-    else:
-        mode, bits, group = QUANTISED[fmt]
-        arrays = mx.quantize(w.astype(dtype), group, bits, mode=mode)
-        given = dict(zip(("weight", "scales", "biases"), arrays, strict=False))
-        given |= {"mode": mode, "bits": bits, "group_size": group}
-    mx.eval(*[a for a in given.values() if isinstance(a, mx.array)])
-    return given
-
-
-def route(tokens, k, experts=E):
-    ids = np.stack([np.random.permutation(experts)[:k] for _ in range(tokens)])
-    return mx.array(ids.astype(np.uint32))
-
-
-def rows(tokens, cols, dtype):
-    x = mx.random.normal((tokens, cols)).astype(dtype)
-    mx.eval(x)
-    return x
-
-
-def zeros(shape, dtype):
-    out = mx.zeros(shape, dtype)
-    mx.eval(out)
-    return out
-
-
-def expert(x, ids, gate, up, down):
-    x, ids = f64(x), np.array(ids)
-    y = np.empty((*ids.shape, down.shape[1]))
-    for t, j in np.ndindex(*ids.shape):
-        e = ids[t, j]
-        g = gate[e] @ x[t]
-        y[t, j] = down[e] @ (g / (1 + np.exp(-g)) * (up[e] @ x[t]))
-    return y
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    mx.random.seed(0)
-    np.random.seed(0)
-
-
-@pytest.fixture(params=core.isas())
-def isa(request, monkeypatch):
-    monkeypatch.setenv("MLX_MOE_ISA", request.param)
-    return request.param
+from mlx_moe import core
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -183,53 +98,6 @@ def test_global_scale(isa, mode):
     assert error(y, want) < 2e-6
 
 
-@pytest.mark.parametrize("fmt", ["q4g64", "q6g32", "mxfp8", "bfloat16", "float32"])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("tokens", [1, 5, 90])
-def test_packed_experts_give_the_same_bits(isa, fmt, dtype, tokens):
-    dt = DTYPES[dtype]
-    arrays = [parts(fmt, *shape, dt) for shape in ((192, K), (192, K), (D + 3, 192))]
-    plain = [core.Matrix(**a) for a in arrays]
-    copies = [core.Packed(m, [3, 0, 3]) for m in plain]
-    packed = [core.Matrix(**a, packed=c) for a, c in zip(arrays, copies, strict=True)]
-    other = [core.Matrix(**parts(fmt, 192, K, dt), packed=copies[0]), *plain[1:]]
-    x, ids = rows(tokens, K, dt), route(tokens, 2)
-    results = [zeros((tokens, 2, D + 3), dt) for _ in range(3)]
-    for matrices, y in zip((plain, packed, other), results, strict=True):
-        core.swiglu(x, ids, *matrices, y)
-    assert np.array_equal(f64(results[0]), f64(results[1]))
-    assert not np.array_equal(f64(results[0]), f64(results[2])), "copies of other arrays were used"
-    tiles = 192 // 16 * (K // 32) * 1024
-    assert copies[0].nbytes == (2 * tiles if isa == "amx" and fmt != "float32" else 0)
-
-
-def test_copies_of_the_same_arrays_are_taken_over(isa):
-    """What was packed before is not read again: it does not show a later change of the arrays."""
-    arrays = {
-        key: np.array(value) if isinstance(value, mx.array) else value
-        for key, value in parts("q4g64", K, K, mx.float16).items()
-    }
-    matrix = core.Matrix(**arrays)
-    first = core.Packed(matrix, [0, 2])
-    arrays["scales"][:] = 0
-    arrays["biases"][:] = 0
-    copies = core.Packed(matrix, [0, 1], first)
-    assert copies.nbytes == first.nbytes
-    del first
-    x, y = rows(90, K, mx.float16), zeros((90, 3, K), mx.float16)
-    ids = mx.array(np.tile(np.arange(3, dtype=np.uint32), (90, 1)))
-    core.grouped(x, ids, core.Matrix(**arrays, packed=copies), y)
-    shown = f64(y).any(axis=(0, 2)).tolist()
-    assert shown == [isa == "amx", False, False], "of those given up, and of new ones, none"
-    anew = core.Packed(core.Matrix(**(arrays | {"scales": arrays["scales"].copy()})), [0], copies)
-    assert anew.nbytes == copies.nbytes / 2
-
-
-def test_packed_expert_out_of_range():
-    with pytest.raises(InvalidArgument, match="expert 5 of 5"):
-        core.Packed(make("q4g64", FF, K)[0], [5])
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_expert_takes_everything(isa, dtype):
     dt = DTYPES[dtype]
@@ -282,20 +150,6 @@ def test_a_matrix_keeps_what_it_read(isa):
     assert error(y, want) < 2e-6
 
 
-@pytest.mark.parametrize(
-    "make_it",
-    [
-        lambda: core.Matrix(np.ones((1, 1), "f"), bias=np.array(1, "f")),
-        lambda: core.Matrix(np.zeros(65, "u1")[1:].view("f").reshape(4, 4)),
-        lambda: core.empty([2**40, 2**40], "float32"),
-    ],
-    ids=["a bias without dimensions", "unaligned", "too large"],
-)
-def test_odd_arrays(make_it):
-    with pytest.raises(InvalidArgument):
-        make_it()
-
-
 def test_no_tokens(isa):
     gate, _ = make("q4g64", 64, 64)
     out = np.zeros((0, 64), np.float32)
@@ -346,60 +200,3 @@ def test_nan_stays_in_its_row(isa):
     core.swiglu(xs, ids, gate, gate, gate, y)
     bad = np.isnan(f64(y)).any(axis=(1, 2))
     assert bad.tolist() == [t == 7 for t in range(20)]
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"ids": np.full((4, 2), 5, np.uint32)}, "5"),
-        ({"ids": np.full((4, 2), -1, np.int32)}, "-1"),
-        ({"ids": np.zeros((4, 2), np.int64)}, "uint32 or int32"),
-        ({"ids": np.zeros((3, 2), np.uint32)}, "3"),
-        ({"x": np.zeros((4, 63), np.float32)}, "63 columns"),
-        ({"x": np.zeros((4, 64), np.float64)}, "float32, float16 or bfloat16"),
-        ({"x": np.zeros((4, 128), np.float32)[:, ::2]}, "row-contiguous"),
-        ({"out": np.zeros((4, 2, 63), np.float32)}, "out has"),
-    ],
-)
-def test_bad_arguments(change, message):
-    gate, _ = make("q4g64", 64, 64)
-    arguments = {
-        "x": np.zeros((4, 64), np.float32),
-        "ids": np.zeros((4, 2), np.uint32),
-        "out": np.zeros((4, 2, 64), np.float32),
-        **change,
-    }
-    with pytest.raises(InvalidArgument, match=message):
-        core.swiglu(arguments["x"], arguments["ids"], gate, gate, gate, arguments["out"])
-
-
-@pytest.mark.parametrize(
-    "kwargs, message",
-    [
-        ({"bits": 3}, "not 3 bits"),
-        ({"bits": 7}, "not 7 bits"),
-        ({"group_size": 32}, "groups of 32"),
-        ({"mode": "mxfp4"}, "must be uint8"),
-        ({"mode": "q4_0"}, "unknown quantisation mode"),
-        ({"biases": None}, "biases go with mode affine"),
-        ({"scales": np.zeros((2, 8, 2), np.float64)}, "scales"),
-        ({"bias": np.zeros((2, 9), np.float32)}, "bias must be"),
-        ({"global_scale": np.zeros(2, np.float32)}, "nvfp4"),
-    ],
-)
-def test_bad_matrix(kwargs, message):
-    arguments = {
-        "scales": np.ones((2, 8, 2), np.float32),
-        "biases": np.ones((2, 8, 2), np.float32),
-        "bits": 4,
-        "group_size": 64,
-        **kwargs,
-    }
-    with pytest.raises(InvalidArgument, match=message):
-        core.Matrix(np.zeros((2, 8, 16), np.uint32), **arguments)
-
-
-def test_forced_isa(monkeypatch):
-    monkeypatch.setenv("MLX_MOE_ISA", "avx1024")
-    with pytest.raises(InvalidArgument, match="avx1024.*usable"):
-        core.isa()

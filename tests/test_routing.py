@@ -67,11 +67,6 @@ def test_capacity_spills_the_last_and_prunes_the_least_important(seed):
     np.testing.assert_array_equal(np.diff(kept_offsets), np.minimum(loads, capacities))
 
 
-@pytest.fixture(params=core.isas())
-def isa(request, monkeypatch):
-    monkeypatch.setenv("MLX_MOE_ISA", request.param)
-
-
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 TO_NUMPY = {
     "float32": lambda tiles: tiles,
