@@ -172,8 +172,8 @@ void product(const Matrix& m, size_t expert, size_t row0, size_t rows, const voi
              float* out) {
   FixedPanel panel(m.cols);
   auto* xs = static_cast<const char*>(x);
-  if (tokens == 1 && takes_vectors(m))
-    return vector_rows_for(m)(m, expert, row0, rows, panel, xs, out);
+  if (takes_vectors(m, tokens))
+    return vector_rows_for(m, tokens)(m, expert, row0, rows, panel, xs, out, kBlockRows);
   for (size_t i = 0; i < tokens * kBlockRows; ++i) out[i] = 0.f;
   size_t columns = unit_columns(m), groups = m.groups();
   bool whole = m.bits == 2 || m.bits == 4 || m.bits == 8;

@@ -1,8 +1,8 @@
 #pragma once
 
-// One token against rows of 4-bit codes, both along the columns: what decoding is made of. Each row
-// is read once, from its first byte to its last, which is what memory likes best.
-// Included by kernel_vnni.cpp only.
+// A few tokens against rows of 4-bit codes, both along the columns: what decoding is made of. Each
+// row is read once, from its first byte to its last, which is what memory likes best. Included by
+// kernel_vnni.cpp only.
 
 #include "experts/fixed_point.h"
 #include "experts/vnni_codes.h"
@@ -11,7 +11,12 @@ namespace mlx_moe {
 
 namespace {
 
-inline bool takes_vectors(const Matrix& m) { return m.bits == 4 && m.group >= 32; }
+constexpr size_t kVectorTokens = 3;                     // more are faster by blocks of rows
+constexpr size_t kNearAhead = 1024, kFarAhead = 16384;  // bytes; measured
+
+inline bool takes_vectors(const Matrix& m, size_t tokens) {
+  return m.bits == 4 && m.group >= 32 && tokens <= kVectorTokens;
+}
 
 // Lane i of a block of 128 columns multiplies columns 8i to 8i + 7: the scales of its lanes.
 template <int unit>
@@ -28,23 +33,30 @@ inline __m512i dot(__m512i sum, __m512i codes, const char* digits) {
   return _mm512_dpbusd_epi32(sum, codes, _mm512_loadu_si512(digits));
 }
 
-// The product of a row with its scale; `scale` [units] has the token's own in it.
-template <int unit, bool floats>
-__m512 dot_row(const uint8_t* src, size_t bytes, const float* scale, const char* x) {
-  __m512 total = _mm512_setzero_ps();
+// Adds to `total` the products of a row with the tokens; `scale` [tokens][units] has the tokens'
+// own in it.
+template <int unit, bool floats, int tokens>
+[[gnu::always_inline]] inline void dot_row(const uint8_t* src, size_t bytes, const float* scale,
+                                           size_t units, const char* x, size_t stride,
+                                           __m512 (&total)[tokens]) {
   for (size_t at = 0; at < bytes; at += 64, scale += 128 / unit, x += kBlockBytes) {
-    _mm_prefetch(reinterpret_cast<const char*>(src) + at + kReadAhead, _MM_HINT_T0);
+    // Memory answers into the second-level cache, which holds more questions than the first.
+    _mm_prefetch(reinterpret_cast<const char*>(src) + at + kFarAhead, _MM_HINT_T1);
+    _mm_prefetch(reinterpret_cast<const char*>(src) + at + kNearAhead, _MM_HINT_T0);
     __m512i words = bytes - at >= 64
                         ? _mm512_loadu_si512(src + at)
                         : _mm512_maskz_loadu_epi8((__mmask64(1) << (bytes - at)) - 1, src + at);
     __m512i even = four_columns<4>(words, 0), odd = four_columns<4>(words, 1);
     if constexpr (floats) even = float_codes(even), odd = float_codes(odd);
-    __m512i high = dot(dot(__m512i{}, even, x), odd, x + kOdd);
-    __m512i low = dot(dot(__m512i{}, even, x + kLow), odd, x + kLow + kOdd);
-    __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
-    total = _mm512_fmadd_ps(sum, lane_scales<unit>(scale), total);
+    for (int t = 0; t < tokens; ++t) {
+      const char* digits = x + size_t(t) * stride;
+      __m512i sum = dot(dot(__m512i{}, even, digits), odd, digits + kOdd);
+      sum = _mm512_slli_epi32(sum, 8);
+      sum = dot(dot(sum, even, digits + kLow), odd, digits + kLow + kOdd);
+      __m512 scales = lane_scales<unit>(scale + size_t(t) * units);
+      total[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scales, total[t]);
+    }
   }
-  return total;
 }
 
 // The scales of a row for each unit of 32 or 64 columns.
@@ -58,39 +70,53 @@ void unit_scales(const Matrix& m, size_t expert, size_t row, float* scale, float
     }
 }
 
-template <int unit, bool floats>
+template <int unit, bool floats, int tokens>
 void vector_rows(const Matrix& m, size_t expert, size_t row0, size_t rows, const FixedPanel& panel,
-                 const char* x, float* out) {
+                 const char* x, float* out, size_t apart) {
   size_t n = m.cols / unit, units = (n + 15) / 16 * 16;
-  auto* scale = static_cast<float*>(scratch(4, 4 * units * sizeof(float)));
-  float *bias = scale + units, *token = bias + units, *sums = token + units;
-  auto* token_scales = reinterpret_cast<const float*>(x + panel.scales());
-  auto* token_sums = reinterpret_cast<const float*>(x + panel.sums(unit));
-  for (size_t u = 0; u < units; ++u) {
-    scale[u] = bias[u] = 0.f;
-    token[u] = u < n ? token_scales[u * unit / kGroup] : 0.f;
-    sums[u] = u < n ? token_sums[u] * (floats ? -12.f : 1.f) : 0.f;
+  auto* scale = static_cast<float*>(scratch(4, (2 + 3 * tokens) * units * sizeof(float)));
+  float *bias = scale + units, *own = bias + units;  // own scales, own sums, scales of a row
+  float *sums = own + tokens * units, *both = sums + tokens * units;
+  for (size_t u = 0; u < units; ++u) scale[u] = bias[u] = 0.f;
+  for (size_t t = 0; t < tokens; ++t) {
+    auto* scales = reinterpret_cast<const float*>(x + t * panel.stride + panel.scales());
+    auto* values = reinterpret_cast<const float*>(x + t * panel.stride + panel.sums(unit));
+    for (size_t u = 0; u < units; ++u) {
+      own[t * units + u] = u < n ? scales[u * unit / kGroup] : 0.f;
+      sums[t * units + u] = u < n ? values[u] * (floats ? -12.f : 1.f) : 0.f;
+    }
   }
   for (size_t r = 0; r < rows; ++r) {
     unit_scales<unit>(m, expert, row0 + r, scale, bias);
     const float* offset = floats ? scale : bias;  // e2m1 codes have 12 added
-    __m512 total = _mm512_setzero_ps();
+    __m512 total[tokens] = {};
     for (size_t u = 0; u < units; u += 16) {
-      __m512 s = _mm512_loadu_ps(scale + u);
-      total = _mm512_fmadd_ps(_mm512_loadu_ps(offset + u), _mm512_loadu_ps(sums + u), total);
-      _mm512_storeu_ps(scale + u, _mm512_mul_ps(s, _mm512_loadu_ps(token + u)));
+      __m512 s = _mm512_loadu_ps(scale + u), o = _mm512_loadu_ps(offset + u);
+      for (size_t t = 0; t < tokens; ++t) {
+        size_t at = t * units + u;
+        total[t] = _mm512_fmadd_ps(o, _mm512_loadu_ps(sums + at), total[t]);
+        _mm512_storeu_ps(both + at, _mm512_mul_ps(s, _mm512_loadu_ps(own + at)));
+      }
     }
-    __m512 rest = dot_row<unit, floats>(m.row(expert, row0 + r), m.row_bytes(), scale, x);
-    out[r] = _mm512_reduce_add_ps(_mm512_add_ps(total, rest));
+    dot_row<unit, floats>(m.row(expert, row0 + r), m.row_bytes(), both, units, x, panel.stride,
+                          total);
+    for (size_t t = 0; t < tokens; ++t) out[t * apart + r] = _mm512_reduce_add_ps(total[t]);
   }
 }
 
 using VectorRows = void (*)(const Matrix&, size_t, size_t, size_t, const FixedPanel&, const char*,
-                            float*);
+                            float*, size_t);
 
-inline VectorRows vector_rows_for(const Matrix& m) {
-  if (m.mode != Mode::affine) return vector_rows<32, true>;
-  return m.group == 32 ? vector_rows<32, false> : vector_rows<64, false>;
+template <int tokens>
+VectorRows vector_rows_of(const Matrix& m) {
+  if (m.mode != Mode::affine) return vector_rows<32, true, tokens>;
+  return m.group == 32 ? vector_rows<32, false, tokens> : vector_rows<64, false, tokens>;
+}
+
+inline VectorRows vector_rows_for(const Matrix& m, size_t tokens) {
+  return tokens == 1   ? vector_rows_of<1>(m)
+         : tokens == 2 ? vector_rows_of<2>(m)
+                       : vector_rows_of<3>(m);
 }
 
 }  // namespace

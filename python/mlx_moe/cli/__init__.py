@@ -4,7 +4,7 @@ import argparse
 import importlib
 import sys
 
-from .. import __version__
+from .. import __version__, large_pages
 
 COMMANDS = {
     "generate": "generate text, as mlx_lm.generate does",
@@ -22,6 +22,8 @@ COMMANDS = {
     "simulate-cache": "replay a trace over memory limits and policies",
     "cache": "list or delete what is kept between runs",
 }
+# They read weights for as long as it pays to start anew.
+RUN_MODELS = ("generate", "run", "calibrate", "evaluate", "benchmark", "tune", "trace")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -47,5 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     args = parser.parse_args(arguments)
+    if argv is None and args.command in RUN_MODELS:
+        large_pages.restart_with()
     command = importlib.import_module(f".{args.command.replace('-', '_')}", __name__)
     return command.main(args.arguments)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from .. import large_pages
 from ..distributed import Ranks
 from ..loading import Replaced, missing_model_is_an_error
 from ..patch import attribute, replaced_models
@@ -53,6 +54,8 @@ def _agreed(ranks: Ranks, make: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 @command
 def main(argv: list[str] | None = None) -> int:
+    if argv is None:
+        large_pages.restart_with()
     # The attribute `mlx_lm.generate` is a function that hides the module.
     stock = importlib.import_module("mlx_lm.generate")
     arguments = sys.argv[1:] if argv is None else argv
