@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import pickle
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -225,6 +226,7 @@ def test_the_table() -> None:
         ({"backend": "cuda"}, "backend"),
         ({"overflow": "drop"}, "overflow"),
         ({"plan": ["p"]}, "plan"),
+        ({"checkpoint": 5}, "checkpoint is 5; expected the directory"),
     ],
 )
 def test_wrong_arguments_change_nothing(arguments, message: str) -> None:
@@ -333,3 +335,16 @@ def test_a_deep_copy_is_a_replaced_model_of_its_own() -> None:
     other.experts.down_proj.weight *= 2
     assert error(other(*arguments), 2 * float64(model(*arguments))) < 1e-5
     assert only(replacement)["calls"] == 1
+
+
+@pytest.mark.parametrize("replace", [replace_moe_layers, replace_linear_layers])
+def test_a_replaced_model_is_not_pickled(replace) -> None:
+    model = nn.Module()
+    model.block, model.linear = block(glu(), caller=Block), nn.Linear(WIDTH, WIDTH)
+    arguments = inputs()
+    replacement = replace(model)
+    with pytest.raises(InvalidArgument, match="cannot be pickled: first call restore_moe_layers"):
+        pickle.dumps(model)
+    replacement.restore()
+    again = pickle.loads(pickle.dumps(model))
+    assert mx.array_equal(again.block(*arguments), model.block(*arguments))

@@ -6,9 +6,23 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRASwitchLinear
-from switch_reference import EXPERTS, HIDDEN, WIDTH, block, error, float64, glu, inputs, only
+from switch_reference import (
+    EXPERTS,
+    HIDDEN,
+    TOP_K,
+    WIDTH,
+    block,
+    error,
+    float64,
+    glu,
+    inputs,
+    only,
+)
 
 from mlx_moe import InvalidArgument, replace_moe_layers
+from mlx_moe.experts_weights import expert_weights
+from mlx_moe.facts import layer_facts
+from mlx_moe.weights import quantisation
 
 
 def halve_in_place(layer) -> None:
@@ -80,6 +94,27 @@ def test_changes_after_the_first_call_are_seen(change) -> None:
     expected = float64(model(*arguments))
     assert error(found, expected) < 1e-5
     assert error(mx.array(first.astype(np.float32)), expected) > 1e-3
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4", "mxfp8", "nvfp4"])
+def test_quantised_with_mlxs_own_defaults(mode: str) -> None:
+    """What `nn.quantize` is not told, mlx-lm's stacked layers keep as None."""
+    model = block(glu())
+    nn.quantize(model, mode=mode)
+    arguments, linear = inputs(), model.experts.down_proj
+    scales, biases = linear.scales, linear.get("biases")
+    weight = mx.dequantize(linear.weight, scales, biases, mode=mode, dtype=mx.float32)
+    bits = 32 * linear.weight.shape[-1] // HIDDEN
+    assert (linear.bits, linear.group_size) == (None, None)
+    assert quantisation(linear) == (mode, bits, HIDDEN // scales.shape[-1])
+    stock = float64(model(*arguments))
+    replacement = replace_moe_layers(model)
+    assert error(model(*arguments), stock) < 1e-5
+    assert only(replacement)["kernel_calls"] == 1 and replacement.layers[0].bits == bits
+    (facts,) = layer_facts(model, {"experts": TOP_K})
+    assert (facts.weights.mode, facts.weights.bits) == (mode, bits)
+    values = expert_weights(model.experts, "glu", 1, (0, HIDDEN), "experts", "float32").down
+    assert np.array_equal(values, np.array(weight[1]))
 
 
 @pytest.mark.parametrize(("name", "value"), [("bits", 8), ("group_size", 32)])

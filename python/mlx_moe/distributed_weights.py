@@ -14,7 +14,7 @@ from .distributed_placement import Slice
 from .errors import FileChanged, ReadFailed
 from .layers import PROJECTIONS
 from .store_files import PARTS, Checkpoint, Names, StoredExperts
-from .weights import own_class, shallow_copy
+from .weights import own_class, quantisation, shallow_copy
 
 RAW: dict[str, Any] = {
     "F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U32": np.uint32, "U8": np.uint8
@@ -49,10 +49,10 @@ def cut_of(linear: Any, part: str, last: bool, piece: Slice) -> Cut:
         return Cut(every, every, keep=part != "bias" or piece.begin == 0)
     if "scales" not in linear:
         return Cut(every, slice(piece.begin, piece.end))
+    _, bits, group_size = quantisation(linear)
     if part == "weight":
-        bits = linear.bits
         return Cut(every, slice(piece.begin * bits // 32, piece.end * bits // 32))
-    return Cut(every, slice(piece.begin // linear.group_size, piece.end // linear.group_size))
+    return Cut(every, slice(piece.begin // group_size, piece.end // group_size))
 
 
 class Source(Protocol):

@@ -11,10 +11,10 @@ from mlx.utils import tree_map
 from .errors import InvalidArgument, UnsupportedLayer
 from .layers import PROJECTIONS
 from .stored_linear import refuse_placeholders
+from .weights import MODES, quantisation
 
 Dtype = Literal["float16", "float32"]
 KNOWN = frozenset({"weight", "scales", "biases", "bias", "global_scale"})
-MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 
 
 @dataclass
@@ -155,7 +155,8 @@ class _Projection:
             scales = scales.astype(mx.float32)
             biases = self._one("biases", expert)[begin:end].astype(mx.float32)
         scale = self.linear.get("global_scale")
-        how = {"group_size": self.linear.group_size, "bits": self.linear.bits, "mode": self.mode}
+        mode, bits, group_size = quantisation(self.linear)
+        how: dict[str, Any] = {"mode": mode, "bits": bits, "group_size": group_size}
         if scale is not None:
             how["global_scale"] = self._one("global_scale", expert)
         # The GPU would contract s * q + b into one rounding, the CPU does not.

@@ -10,7 +10,7 @@ from .find import family_of, find_modules, switch_kind, top_k_of
 from .layer_facts import LayerFacts, SharedFacts, WeightFacts
 from .layers import PROJECTIONS
 from .probe import WIDTH
-from .weights import describe, own_class, shallow_copy
+from .weights import describe, own_class, quantisation, shallow_copy
 
 SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 SHARED_CHILDREN = ("gate_proj", "up_proj", "down_proj")
@@ -60,7 +60,7 @@ def _plain(linear: Any) -> Any:
 def columns(linear: Any) -> int:
     """Input features of a linear module, quantised or not."""
     if "scales" in linear:
-        return int(linear["scales"].shape[-1] * linear.group_size)
+        return int(linear["scales"].shape[-1] * quantisation(linear)[2])
     return int(linear["weight"].shape[-1])
 
 
@@ -75,12 +75,9 @@ def _weights(linears: list[Any]) -> WeightFacts:
     if not quantised:
         return WeightFacts(None, None, None, dtype)
     first = quantised[0]
-    return WeightFacts(
-        getattr(first, "mode", "affine"),
-        max(b for b in bits if b is not None),
-        int(first.group_size),
-        describe(first)[0],
-    )
+    mode, _, group_size = quantisation(first)
+    most = max(b for b in bits if b is not None)
+    return WeightFacts(mode, most, group_size, describe(first)[0])
 
 
 def _shared(name: str, parent: Any, hidden: int) -> SharedFacts | None:

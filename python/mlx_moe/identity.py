@@ -179,6 +179,7 @@ def _samples(shards: list[Path]) -> Iterator[bytes]:
 def _layers(model: nn.Module, files: str | Path | None, stored: Mapping[str, Any]) -> str | None:
     from .find import find_modules, switch_kind  # with which mlx-lm comes
     from .layers import PROJECTIONS
+    from .weights import quantisation
 
     places = {} if files is None else dict(_places(sorted(Path(files).glob(SHARDS))))
     facts: list[Any] = []
@@ -191,7 +192,7 @@ def _layers(model: nn.Module, files: str | Path | None, stored: Mapping[str, Any
             linear = module[projection]
             linear = linear.get("linear", linear)  # adapters wrap their base layer
             arrays = {k: linear[k] for k in sorted(linear) if isinstance(linear[k], mx.array)}
-            how = [getattr(linear, key, None) for key in ("mode", "bits", "group_size")]
+            how = list(quantisation(linear)) if "scales" in linear else [None] * 3
             shapes = [[key, list(a.shape), str(a.dtype)] for key, a in arrays.items()]
             facts.append([name, projection, how, shapes])
             if on_disk is None:

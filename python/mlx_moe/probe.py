@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from .errors import UnsupportedLayer
 from .layers import PROJECTIONS
-from .weights import shallow_copy
+from .weights import quantisation, shallow_copy
 
 WIDTH, EXPERTS, TOP_K = 128, 3, 2
 TOKEN_COUNTS = (2, 40)  # below and above the 64 assignments at which switch layers sort
@@ -59,8 +59,8 @@ def _small_linear(linear: Any, seed: int) -> tuple[Any, mx.array]:
     weight = mx.random.normal((EXPERTS, WIDTH, WIDTH), key=key) / WIDTH**0.5
     twin["weight"] = weight
     if "scales" in linear:
-        how = {"group_size": linear.group_size, "bits": linear.bits}
-        how["mode"] = getattr(linear, "mode", "affine")
+        mode, bits, group_size = quantisation(linear)
+        how: dict[str, Any] = {"mode": mode, "bits": bits, "group_size": group_size}
         packed = mx.quantize(weight, **how)
         twin.update(dict(zip(("weight", "scales", "biases"), packed, strict=False)))
         weight = mx.dequantize(*packed, **how)

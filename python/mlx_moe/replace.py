@@ -1,5 +1,6 @@
 """Swap the forward of a model's expert layers, and put it back."""
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -122,6 +123,10 @@ def replace_moe_layers(
     _check_plan_arguments(plan, artifacts, backend)
     if group is not None:
         check_alone(plan=plan, expert_memory=expert_memory)
+    if not isinstance(checkpoint, str | os.PathLike | None):
+        raise InvalidArgument(
+            f"checkpoint is {checkpoint!r}; expected the directory that the model was loaded from"
+        )
     if expert_memory is not None:
         ExpertMemory.of(expert_memory).check()
     logged: set[str] = set()

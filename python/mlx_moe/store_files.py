@@ -11,7 +11,7 @@ import mlx.core as mx
 from . import core
 from .errors import CorruptFile, ModelNotFound, ReadFailed, UnsupportedLayer
 from .sizes import slot_size
-from .weights import FLOATS, KEYS
+from .weights import FLOATS, KEYS, quantisation
 
 INDEX = "model.safetensors.index.json"
 SHARDS = "model*.safetensors"  # what mlx-lm loads
@@ -188,15 +188,14 @@ def stored_experts(
             _check_tensors(checkpoint, parameter, tensors, array)
             parts.append(tensors)
         quantised = linear.get("scales") is not None
-        mode = getattr(linear, "mode", "affine") if quantised else "dense"
-        bits, group = (int(linear.bits), int(linear.group_size)) if quantised else (0, 0)
+        mode, bits, group = quantisation(linear) if quantised else ("dense", 0, 0)
         found[child] = Projection(mode, bits, group, tuple(parts))
         arrays = [linear[part] for part in KEYS if linear.get(part) is not None]
         dtypes[child] = tuple(a.dtype for a in arrays if a.dtype in FLOATS)
     first = module[projections[0]]
     columns = first["weight"].shape[-1]
     if first.get("scales") is not None:
-        columns = first["scales"].shape[-1] * first.group_size
+        columns = first["scales"].shape[-1] * quantisation(first)[2]
     outputs = {child: int(module[child]["weight"].shape[-2]) for child in projections}
     return StoredExperts(name, int(first["weight"].shape[0]), columns, found, outputs, dtypes)
 

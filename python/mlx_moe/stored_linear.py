@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 from .errors import ExpertsOnDisk
-from .weights import subclass
+from .weights import quantisation, subclass
 
 INSTEAD = "load the model without expert_memory for that, or restore_moe_layers(model) first"
 
@@ -24,7 +24,7 @@ def stored_linear(base: type, quantised: bool) -> type:
         scales = self.get("scales")
         if scales is None:
             return int(self["weight"].shape[-1])
-        return int(scales.shape[-1] * self.group_size)
+        return int(scales.shape[-1] * quantisation(self)[2])
 
     body = {
         "_moe_on_disk": True,

@@ -1,7 +1,9 @@
 """The weights of a linear layer as they are at this moment, and the kernels' view of them."""
 
+import copyreg
 from collections.abc import Sequence
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -11,6 +13,7 @@ from .errors import InvalidArgument
 FLOATS = frozenset({mx.float32, mx.float16, mx.bfloat16})
 KEYS = ("weight", "scales", "biases", "bias")
 PLAIN_KEYS = frozenset({*KEYS, "global_scale"})
+MODES = {"affine": (4, 64), "mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}  # MLX's defaults
 
 
 def promote(*dtypes: mx.Dtype) -> mx.Dtype:
@@ -71,8 +74,7 @@ class Linear:
         given: dict[str, Any] = dict(zip(self.names, arrays, strict=True), **self.fixed)
         module = self.module
         if "scales" in given:
-            given["mode"] = getattr(module, "mode", "affine")
-            given["bits"], given["group_size"] = module.bits, module.group_size
+            given["mode"], given["bits"], given["group_size"] = quantisation(module)
         try:
             return core.Matrix(**given, packed=packed)
         except (InvalidArgument, TypeError) as error:
@@ -99,7 +101,23 @@ def subclass(base: type, **body: Any) -> type:
     Make each once (`functools.cache`): modules are compared by their class.
     """
     body = {"__module__": base.__module__, "_moe_base": base, **body}
-    return type(base.__name__, (base,), body)
+    return cast(type, _not_pickled(type(base))(base.__name__, (base,), body))
+
+
+@cache
+def _not_pickled(kind: type) -> Any:
+    """The type of such subclasses: pickling would look for them where `base` is, and name
+    neither the cause nor a way out."""
+    made = type(kind.__name__, (kind,), {})
+    copyreg.pickle(made, _refuse_pickling)  # asked for classes before they are looked up
+    return made
+
+
+def _refuse_pickling(cls: Any) -> Any:
+    raise InvalidArgument(
+        f"a replaced {cls.__name__} cannot be pickled: first call restore_moe_layers and "
+        "restore_linear_layers on the model, or save its weights as mlx-lm does"
+    )
 
 
 def own_class(module: Any) -> type:
@@ -112,6 +130,17 @@ def describe(module: Any) -> tuple[str, int | None]:
     module = module.get("linear", module)  # adapters wrap their base layer
     if "scales" not in module:
         return str(module["weight"].dtype).removeprefix("mlx.core."), None
-    mode = getattr(module, "mode", "affine")
+    mode, bits, _ = quantisation(module)
     values = str(module["scales"].dtype).removeprefix("mlx.core.")
-    return (values if mode == "affine" else mode), int(module.bits)
+    return (values if mode == "affine" else mode), bits
+
+
+def quantisation(module: Any) -> tuple[str, int, int]:
+    """A quantised linear module's mode, bits and group size.
+
+    `nn.quantize` without them leaves None in mlx-lm's stacked layers, which MLX's operations take
+    for the default of the mode.
+    """
+    mode = getattr(module, "mode", "affine")
+    bits, group_size = MODES.get(mode, (0, 0))
+    return mode, int(module.bits or bits), int(module.group_size or group_size)
