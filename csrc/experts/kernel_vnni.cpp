@@ -16,8 +16,6 @@ constexpr size_t kStretch = 512;  // columns whose codes stay in the first-level
 constexpr int kBothTokens = 4;    // two digits of 2 x 4 sums
 constexpr int kTokens = 6;        // 2 x 6 whole and 2 x 6 float sums of 32 registers
 
-size_t min(size_t a, size_t b) { return a < b ? a : b; }
-
 size_t panel_bytes(size_t tokens, size_t cols) { return tokens * FixedPanel(cols).stride; }
 
 void pack(const Gather& x, size_t tokens, size_t cols, void* panel) {

@@ -9,11 +9,12 @@
 
 namespace mlx_moe {
 
-// `scale` and `bias` of every group of a row, in float32.
+// `scale` and `bias` of every group of some rows, in float32.
 template <class Simd>
-void unpack_scales(const Matrix& m, size_t expert, size_t row, float* scale, float* bias) {
+void unpack_scales(const Matrix& m, size_t expert, size_t row, float* scale, float* bias,
+                   size_t rows = 1) {
   const uint8_t* s = m.row_scales(expert, row);
-  size_t n = m.groups();
+  size_t n = rows * m.groups();
   switch (m.mode) {
     case Mode::affine:
       Simd::to_f32(m.type, s, n, scale);

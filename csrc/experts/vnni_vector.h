@@ -13,6 +13,9 @@ namespace {
 
 constexpr size_t kVectorTokens = 3;                     // more are faster by blocks of rows
 constexpr size_t kNearAhead = 1024, kFarAhead = 16384;  // bytes; measured
+constexpr size_t kScaleRows = 16;                       // rows whose scales are unpacked at a time
+
+inline size_t min(size_t a, size_t b) { return a < b ? a : b; }
 
 inline bool takes_vectors(const Matrix& m, size_t tokens) {
   return m.bits == 4 && m.group >= 32 && tokens <= kVectorTokens;
@@ -59,46 +62,69 @@ template <int unit, bool floats, int tokens>
   }
 }
 
-// The scales of a row for each unit of 32 or 64 columns.
+// The scales of some rows for each unit of 32 or 64 columns: [rows][units].
 template <int unit>
-void unit_scales(const Matrix& m, size_t expert, size_t row, float* scale, float* bias) {
-  unpack_scales<Simd>(m, expert, row, scale, bias);
+void unit_scales(const Matrix& m, size_t expert, size_t row, size_t rows, float* scale,
+                 float* bias) {
+  unpack_scales<Simd>(m, expert, row, scale, bias, rows);
   if (m.group > unit)  // 128: two units each
-    for (size_t g = m.groups(); g-- > 0;) {
+    for (size_t g = rows * m.groups(); g-- > 0;) {
       scale[2 * g] = scale[2 * g + 1] = scale[g];
       bias[2 * g] = bias[2 * g + 1] = bias[g];
     }
 }
 
+// What the tokens bring to every row, zero behind the last unit.
+template <int unit, bool floats>
+struct TokenScales {
+  size_t n, padded;             // units
+  float *scales, *sums, *both;  // [tokens][padded]; `both` has those of the row at hand, too
+
+  TokenScales(const FixedPanel& panel, size_t cols, const char* x, size_t tokens, float* room)
+      : n(cols / unit), padded((n + 15) / 16 * 16), scales(room) {
+    sums = scales + tokens * padded;
+    both = sums + tokens * padded;
+    for (size_t t = 0; t < tokens; ++t, x += panel.stride) {
+      auto* scale = reinterpret_cast<const float*>(x + panel.scales());
+      auto* sum = reinterpret_cast<const float*>(x + panel.sums(unit));
+      for (size_t u = 0; u < padded; ++u) {
+        scales[t * padded + u] = u < n ? scale[u * unit / kGroup] : 0.f;
+        sums[t * padded + u] = u < n ? sum[u] * (floats ? -12.f : 1.f) : 0.f;
+      }
+    }
+  }
+
+  // Sets `both`, and `total` to the products with what the codes are offset by.
+  template <int tokens>
+  void start_row(const float* scale, const float* bias, __m512 (&total)[tokens]) const {
+    for (auto& v : total) v = _mm512_setzero_ps();
+    for (size_t u = 0; u < n; u += 16) {
+      __mmask16 there = n - u < 16 ? __mmask16((1 << (n - u)) - 1) : __mmask16(0xffff);
+      __m512 s = _mm512_maskz_loadu_ps(there, scale + u);
+      __m512 offset = floats ? s : _mm512_maskz_loadu_ps(there, bias + u);
+      for (size_t t = 0; t < tokens; ++t) {
+        size_t at = t * padded + u;
+        total[t] = _mm512_fmadd_ps(offset, _mm512_loadu_ps(sums + at), total[t]);
+        _mm512_storeu_ps(both + at, _mm512_mul_ps(s, _mm512_loadu_ps(scales + at)));
+      }
+    }
+  }
+};
+
 template <int unit, bool floats, int tokens>
 void vector_rows(const Matrix& m, size_t expert, size_t row0, size_t rows, const FixedPanel& panel,
                  const char* x, float* out, size_t apart) {
-  size_t n = m.cols / unit, units = (n + 15) / 16 * 16;
-  auto* scale = static_cast<float*>(scratch(4, (2 + 3 * tokens) * units * sizeof(float)));
-  float *bias = scale + units, *own = bias + units;  // own scales, own sums, scales of a row
-  float *sums = own + tokens * units, *both = sums + tokens * units;
-  for (size_t u = 0; u < units; ++u) scale[u] = bias[u] = 0.f;
-  for (size_t t = 0; t < tokens; ++t) {
-    auto* scales = reinterpret_cast<const float*>(x + t * panel.stride + panel.scales());
-    auto* values = reinterpret_cast<const float*>(x + t * panel.stride + panel.sums(unit));
-    for (size_t u = 0; u < units; ++u) {
-      own[t * units + u] = u < n ? scales[u * unit / kGroup] : 0.f;
-      sums[t * units + u] = u < n ? values[u] * (floats ? -12.f : 1.f) : 0.f;
-    }
-  }
+  size_t n = m.cols / unit, padded = (n + 15) / 16 * 16;
+  auto* scale =
+      static_cast<float*>(scratch(4, (2 * kScaleRows * n + 3 * tokens * padded) * sizeof(float)));
+  float* bias = scale + kScaleRows * n;
+  TokenScales<unit, floats> own(panel, m.cols, x, tokens, bias + kScaleRows * n);
   for (size_t r = 0; r < rows; ++r) {
-    unit_scales<unit>(m, expert, row0 + r, scale, bias);
-    const float* offset = floats ? scale : bias;  // e2m1 codes have 12 added
-    __m512 total[tokens] = {};
-    for (size_t u = 0; u < units; u += 16) {
-      __m512 s = _mm512_loadu_ps(scale + u), o = _mm512_loadu_ps(offset + u);
-      for (size_t t = 0; t < tokens; ++t) {
-        size_t at = t * units + u;
-        total[t] = _mm512_fmadd_ps(o, _mm512_loadu_ps(sums + at), total[t]);
-        _mm512_storeu_ps(both + at, _mm512_mul_ps(s, _mm512_loadu_ps(own + at)));
-      }
-    }
-    dot_row<unit, floats>(m.row(expert, row0 + r), m.row_bytes(), both, units, x, panel.stride,
+    size_t at = r % kScaleRows;
+    if (!at) unit_scales<unit>(m, expert, row0 + r, min(kScaleRows, rows - r), scale, bias);
+    __m512 total[tokens];
+    own.start_row(scale + at * n, bias + at * n, total);
+    dot_row<unit, floats>(m.row(expert, row0 + r), m.row_bytes(), own.both, padded, x, panel.stride,
                           total);
     for (size_t t = 0; t < tokens; ++t) out[t * apart + r] = _mm512_reduce_add_ps(total[t]);
   }
