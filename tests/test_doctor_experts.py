@@ -8,7 +8,8 @@ import mlx_lm.utils
 import pytest
 from made_checkpoints import CONFIG, D, E, F, Shapes, numbered, stacked, tensors
 
-from mlx_moe.doctor_experts import expert_layers, top_k
+from mlx_moe import top_k
+from mlx_moe.doctor_experts import expert_layers
 from mlx_moe.doctor_families import family_of, has_switch_layers, like, models_directory
 from mlx_moe.doctor_files import read_model
 from mlx_moe.facts import layer_facts
@@ -125,7 +126,7 @@ def test_the_example_model_is_as_mlx_lm_loads_it(tiny_model_path: Path) -> None:
     ],
 )
 def test_top_k(config: dict, expected: int | None) -> None:
-    assert top_k(config) == expected
+    assert top_k.of_config(config) == expected
 
 
 # Which family

@@ -7,14 +7,17 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm
 import pytest
 from foreign_experts import GatedExperts, SwiGLU
 from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
 from stored_models import assert_same, forwards, save
 from test_stream_ops import bank_of, banked, made
 
@@ -29,6 +32,7 @@ from mlx_moe import (
     store_names,
 )
 from mlx_moe.errors import ExpertsOnDisk, FileChanged, StoreClosed
+from mlx_moe.patch import replaced_models
 
 
 @pytest.fixture
@@ -62,20 +66,50 @@ def test_an_interrupt_between_two_slots(after: bool, stored: Any, monkeypatch: A
     assert sorted(held + store.banks[0].free) == list(range(store.banks[0].slots))
 
 
-def test_nothing_writes_to_slots_after_interrupts(stored: Any, monkeypatch: Any) -> None:
+def test_an_interrupt_before_there_is_a_handle_of_a_read(stored: Any, monkeypatch: Any) -> None:
     model, _, expected = stored
     read, running = store_bank.File.read, []
+    submit = ThreadPoolExecutor.submit
 
     def slow(*given: Any) -> None:
         running.append(1)
-        time.sleep(0.6)
+        time.sleep(0.3)
+        read(*given)
+        running.pop()
+
+    def interrupted(*given: Any) -> None:
+        submit(*given)
+        while not running:
+            time.sleep(0.001)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store_bank.File, "read", slow)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        forwards(model)
+    assert not running
+    monkeypatch.undo()
+    assert_same(forwards(model), expected)
+
+
+def test_nothing_writes_to_slots_after_interrupts(stored: Any, monkeypatch: Any) -> None:
+    model, _, expected = stored
+    read, running, both = store_bank.File.read, [], threading.Event()
+
+    def slow(*given: Any) -> None:
+        running.append(1)
+        both.wait(60)
         read(*given)
         running.pop()
 
     def interrupt() -> None:
+        while not running:
+            time.sleep(0.001)
         for _ in range(2):
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)  # until the main thread has seen it
+        both.set()
 
     monkeypatch.setattr(store_bank.File, "read", slow)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -86,7 +120,8 @@ def test_nothing_writes_to_slots_after_interrupts(stored: Any, monkeypatch: Any)
             forwards(model)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert not running and not thread.is_alive()
+    assert not running
+    thread.join()
     monkeypatch.undo()
     assert_same(forwards(model), expected)
 
@@ -159,18 +194,37 @@ def test_changes_in_place_are_noticed(key: str, stored: Any) -> None:
         forwards(model)
 
 
-def test_experts_of_an_adapter_are_refused(tiny_model_path: Path, tmp_path: Path) -> None:
+def load_by_stock(path: str, how: Any) -> None:
+    with replaced_models("auto", lambda _: None, {"expert_memory": "50%"}):
+        mlx_lm.load(path, **how)
+
+
+LOADERS: dict[str, Any] = {
+    "load": lambda path, how: mlx_moe.load(path, expert_memory="50%", **how),
+    "load for a GPU": lambda path, how: mlx_moe.load(
+        path, expert_memory="50%", backend="stock", **how
+    ),
+    "run": load_by_stock,
+}
+
+
+@pytest.mark.parametrize("kind", ("lora", "full"))
+@pytest.mark.parametrize("loader", LOADERS)
+def test_adapters_of_experts_are_refused_at_loading(
+    kind: str, loader: str, tiny_model_path: Path, tmp_path: Path
+) -> None:
     model, _ = mlx_moe.load(tiny_model_path, lazy=True)
-    arrays = {n: a * 2 for n, a in tree_flatten(model.parameters()) if "switch_mlp" in n}
-    arrays = {n: a for n, a in arrays.items() if mx.issubdtype(a.dtype, mx.floating)}
+    lora = {"rank": 2, "scale": 1.0, "dropout": 0.0, "keys": ["mlp.switch_mlp.up_proj"]}
+    if kind == "lora":
+        linear_to_lora_layers(model, 1, lora)
+    name = "model.layers.5.mlp.switch_mlp.up_proj"
+    wanted = f"{name}.lora_a" if kind == "lora" else f"{name}.scales"
+    arrays = {n: a * 2 for n, a in tree_flatten(model.parameters()) if n == wanted}
     mx.save_safetensors(str(tmp_path / "adapters.safetensors"), arrays)
-    config = {"fine_tune_type": "full", "num_layers": -1}
+    config = {"fine_tune_type": kind, "num_layers": 1, "lora_parameters": lora}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    model, _ = mlx_moe.load(
-        tiny_model_path, adapter_path=str(tmp_path), backend="cpu", expert_memory="50%"
-    )
-    with pytest.raises(ExpertsOnDisk, match="was changed, loaded"):
-        mx.eval(model(mx.array([[1, 2]])))
+    with pytest.raises(ExpertsOnDisk, match=name):
+        LOADERS[loader](str(tiny_model_path), {"adapter_path": str(tmp_path)})
 
 
 def test_two_threads_look_for_names() -> None:

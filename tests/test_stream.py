@@ -16,7 +16,7 @@ import mlx_lm
 import mlx_lm.utils
 import pytest
 from families import FAMILIES, build, quantize
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from stored_models import assert_same, expert_arrays, forwards, save, slot_bytes
 
@@ -119,6 +119,12 @@ def load_others(model: nn.Module) -> None:
     model.load_weights(weights)
 
 
+def cast_by_hand(model: nn.Module) -> None:
+    up = model.model.layers[0].mlp.switch_mlp.up_proj
+    key = "scales" if "scales" in up else "weight"
+    up[key] = up[key].astype(mx.float32)
+
+
 def lora_by_hand(model: nn.Module) -> None:
     from mlx_lm.tuner.lora import LoRASwitchLinear
 
@@ -133,8 +139,15 @@ REFUSED: dict[str, Callable[[nn.Module], Any]] = {
     "adapters": adapters(None),
     "adapters on one projection": adapters(["mlp.switch_mlp.up_proj"]),
     "adapters by hand": without_expert_weights(lora_by_hand),
-    "other weights": without_expert_weights(load_others),
-    "another dtype": without_expert_weights(lambda model: model.set_dtype(mx.float32)),
+    "other weights": load_others,
+    "another dtype": lambda model: model.set_dtype(mx.float32),
+    "another dtype of one": lambda model: model.model.layers[0].mlp.switch_mlp.set_dtype(
+        mx.float32
+    ),
+    "all read and put back": lambda model: model.update(
+        tree_map(mx.contiguous, model.parameters())
+    ),
+    "set by hand": without_expert_weights(cast_by_hand),
     "dequantised": lambda model: mlx_lm.utils.dequantize_model(model),
     "quantised": lambda model: nn.quantize(model, 32, 4),
     "one projection called": lambda model: model.model.layers[0].mlp.switch_mlp.up_proj(
@@ -151,7 +164,7 @@ def test_what_needs_the_weights_is_refused_by_name(what: str, stored: Any) -> No
         pytest.skip("stock does nothing either")
     with pytest.raises(ExpertsOnDisk, match="without expert_memory"):
         REFUSED[what](model)
-    if "adapters" in what or "other" in what or "another" in what:
+    if what in ("adapters", "adapters on one projection", "adapters by hand", "set by hand"):
         return
     assert_same(forwards(model), expected)
 
@@ -168,17 +181,36 @@ SAVERS: dict[str, Callable[[nn.Module, Path], Any]] = {
         str(p / "w.npz"), **dict(tree_flatten(copy.deepcopy(m).parameters()))
     ),
     "save": lambda m, p: mx.save(str(p / "w.npy"), m.model.layers[0].mlp.switch_mlp.up_proj.weight),
+    "save_model, which empties it first": lambda m, p: mlx_lm.utils.save_model(
+        p / "model", m, donate_model=True
+    ),
+    "mlx_lm.utils.save": lambda m, p: mlx_lm.utils.save(p / "model", p, m, None, {}),
+    "read arrays": lambda m, p: save_made(m, p, mx.contiguous),
+    "cast arrays": lambda m, p: save_made(m, p, lambda a: a.astype(mx.float32)),
+    "sliced arrays": lambda m, p: save_made(m, p, lambda a: a[1:] + 0),
+    "one read array": lambda m, p: mx.save(
+        str(p / "w.npy"), mx.contiguous(m.model.layers[0].mlp.switch_mlp.up_proj.weight)
+    ),
 }
 
 
-@pytest.mark.parametrize("how", SAVERS)
-def test_placeholders_cannot_be_saved(how: str, stored: Any, tmp_path: Path) -> None:
+def save_made(model: nn.Module, folder: Path, change: Callable[[mx.array], mx.array]) -> None:
+    arrays = dict(tree_flatten(tree_map(change, model.parameters())))
+    mx.eval(arrays)
+    mx.save_safetensors(str(folder / "w.safetensors"), arrays)
+
+
+def test_placeholders_cannot_be_saved(stored: Any, tmp_path: Path) -> None:
     model, _, expected = stored
-    with pytest.raises(ExpertsOnDisk, match="stays in the checkpoint's files"):
-        SAVERS[how](model, tmp_path)
-    assert not [
-        path for path in tmp_path.rglob("*.*") if path.is_file() and path.parent.name != "model"
-    ]
+    parameters = tree_flatten(model.parameters())
+    for how, write in SAVERS.items():
+        with pytest.raises(ExpertsOnDisk, match="stays in the checkpoint's files"):
+            write(model, tmp_path)
+            pytest.fail(how)
+        written = [path for path in tmp_path.rglob("*.*") if path.is_file()]
+        assert not [path for path in written if path.parent.name != "model"], how
+        now = tree_flatten(model.parameters())
+        assert all(a is b for (_, a), (_, b) in zip(now, parameters, strict=True)), how
     assert_same(forwards(model), expected)
     mx.save(str(tmp_path / "w.npy"), model.model.embed_tokens.weight)  # all else can
 
@@ -229,6 +261,22 @@ def test_restoring_after_gradients_that_failed(made: Any) -> None:
     assert not any(is_placeholder(a) for a in expert_arrays(model))
     replace_moe_layers(model, backend="cpu")
     assert_same(forwards(model), expected)
+
+
+@pytest.mark.parametrize("cast", (False, True))
+def test_restoring_after_arrays_were_made_of_placeholders(cast: bool, made: Any) -> None:
+    model, folder, _ = made
+    up = model.model.layers[0].mlp.switch_mlp.up_proj
+    key = "scales" if "scales" in up else "weight"
+    dtype = mx.float32 if cast else up[key].dtype
+    before = mx.array(up[key]).astype(dtype)
+    mx.eval(before)
+    streamed(model, folder)
+    up[key] = mx.contiguous(up[key].astype(dtype))
+    own = up["biases"] = mx.ones_like(up["scales"]) if "biases" in up else mx.array(0)
+    restore_moe_layers(model)
+    assert up[key].dtype == dtype and mx.array_equal(up[key], before)
+    assert up["biases"] is own  # what came from elsewhere stays
 
 
 def test_replacing_again_changes_the_limit_or_nothing(made: Any) -> None:

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from stored_models import EXPERTS, assert_same, forwards, one_an_expert, save, slot_bytes
 
 from mlx_moe import UnsupportedLayer, replace_moe_layers
+from mlx_moe.errors import MemoryLimit
 from mlx_moe.expert_memory import ExpertMemory
 from mlx_moe.store_files import Checkpoint
 from mlx_moe.store_names import tensor_names
@@ -46,7 +47,13 @@ def test_every_family(family: Family, tmp_path: Path) -> None:
     folder = save(model, tmp_path)
     expected = with_all_in_memory(model)
     replacement = streamed(model, folder, "40%")
+    chosen = [row.top_k for row in replacement.layers]  # before any forward
     assert_same(forwards(model), expected)
+    assert chosen == [row._layer.top_k for row in replacement.layers]
+    sizes = replacement.layers[0]._layer.stored.layer.store._core.slot_bytes
+    least = max(k * size for k, size in zip(chosen, sizes, strict=True))
+    with pytest.raises(MemoryLimit, match="raise it"):
+        streamed(model, folder, least - 1)
     stats = replacement.stats()
     store = stats.pop("store")
     assert len(stats) == family.layers and not any(s["fallbacks"] for s in stats.values())

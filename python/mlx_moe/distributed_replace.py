@@ -20,7 +20,7 @@ from .errors import InvalidArgument, UnsupportedLayer
 from .find import find_modules, named_modules, switch_kind
 from .identity import identity_of_files, identity_of_model
 from .layers import LINEARS, PROJECTIONS, Layer
-from .placeholders import placeholder
+from .placeholders import mark, placeholder
 from .replacement import ReplacedLayer
 from .store_files import PARTS, Checkpoint, stored_experts
 from .store_names import loaded, tensor_names
@@ -47,6 +47,7 @@ class Shared:
             keep = ranked.originals is not None
             found = {}
             for child in PROJECTIONS[ranked.kind]:
+                mark(module[child], f"{ranked.name}.{child}")
                 for part in PARTS:
                     if (array := module[child].get(part)) is not None:
                         found[child, part] = array
@@ -68,6 +69,7 @@ def unshare(module: Any, state: Any) -> None:
     ranked = state.ranked if isinstance(state, Layer) else None
     if ranked is not None and ranked.originals is not None:
         for (child, part), array in ranked.originals.items():
+            mark(module[child], None)
             module[child][part] = array
 
 

@@ -6,8 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from . import cache, tune_profile
-from .doctor_experts import ExpertLayer, expert_layers, top_k
+from . import cache, top_k, tune_profile
+from .doctor_experts import ExpertLayer, expert_layers
 from .doctor_families import Family, family_of, like, models_directory
 from .doctor_files import ModelFiles, read_model
 from .doctor_memory import Mode, modes
@@ -78,7 +78,7 @@ def examine(name: str, machine: Machine) -> dict[str, Any]:
     family = family_of(files.config, directory)
     layers = expert_layers(files.tensors)
     problems = [*files.problems, *_problems(family, layers, directory)]
-    chosen = top_k(files.config)
+    chosen = top_k.of_config(files.config)
     packed = machine.device == "cpu" and has_packed_copies()
     memory = machine.device_memory_bytes or machine.memory_bytes
     ways = modes(files.bytes, layers, chosen, memory, packed, machine.coreml)

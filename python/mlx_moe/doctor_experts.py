@@ -4,7 +4,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -32,16 +31,6 @@ JOINED = re.compile(
     r"(?P<layer>.+\.(?:experts|block_sparse_moe|moe))"
     r"\.(?P<projection>gate_up_proj|gate_proj|up_proj|down_proj|input_linear|output_linear)"
     r"[._]?(?P<part>\w*)"
-)
-TOP_K = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "experts_per_token",
-    "moe_topk",
-    "moe_top_k",
-    "moe_k",
-    "top_k_experts",
-    "top_k",
 )
 
 
@@ -88,16 +77,6 @@ def expert_layers(tensors: dict[str, Tensor]) -> list[ExpertLayer]:
     converted = (_converted(name, parts) for name, parts in others.items())
     found += [layer for layer in converted if layer is not None]
     return sorted(found, key=lambda layer: _reading_order(layer.name))
-
-
-def top_k(config: dict[str, Any]) -> int | None:
-    """Experts for each token, by whichever name the family has for it."""
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, dict) else {}):
-        for name in TOP_K:
-            if isinstance(value := part.get(name), int) and not isinstance(value, bool):
-                return value
-    return None
 
 
 def _reading_order(name: str) -> list[tuple[int, str]]:

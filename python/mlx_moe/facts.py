@@ -6,10 +6,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .errors import NoMoELayers
-from .find import family_of, find_modules, switch_kind, top_k_of
+from .find import family_of, find_modules, named_modules, switch_kind
 from .layer_facts import LayerFacts, SharedFacts, WeightFacts
 from .layers import PROJECTIONS
 from .probe import WIDTH
+from .top_k import of_layer
 from .weights import describe, own_class, quantisation, shallow_copy
 
 SHARED = ("shared_expert", "shared_experts", "shared_mlp")
@@ -29,10 +30,12 @@ def layer_facts(model: nn.Module, top_k: dict[str, int] | None = None) -> list[L
     found = find_modules(model, lambda m: switch_kind(m) is not None)
     if not found:
         raise NoMoELayers(f"{type(model).__module__}.{type(model).__name__} has no expert layers")
-    return [_facts(*layer, (top_k or {}).get(layer[0])) for layer in found]
+    modules = named_modules(model)
+    told = {name: of_layer(modules, name) for name, _, _ in found} | (top_k or {})
+    return [_facts(*layer, told[layer[0]] or 1) for layer in found]
 
 
-def _facts(name: str, module: Any, parent: Any, top_k: int | None) -> LayerFacts:
+def _facts(name: str, module: Any, parent: Any, top_k: int) -> LayerFacts:
     kind = switch_kind(module)
     assert kind is not None
     linears = [_plain(module[child]) for child in PROJECTIONS[kind]]
@@ -43,7 +46,7 @@ def _facts(name: str, module: Any, parent: Any, top_k: int | None) -> LayerFacts
         family=family_of(parent)[0],
         kind=kind,
         experts=int(experts),
-        top_k=top_k or top_k_of(parent) or 1,
+        top_k=top_k,
         hidden=hidden,
         inner=int(inner),
         activation=_callable_name(module.activation),

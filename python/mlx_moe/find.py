@@ -110,11 +110,3 @@ def family_of(parent: Any) -> tuple[str, bool]:
     """The family of the block that calls the layer, and whether it takes a `Deferred`."""
     package, _, family = type(parent).__module__.rpartition(".")
     return family, package == "mlx_lm.models" and family in DEFERRED_FAMILIES
-
-
-def top_k_of(parent: Any) -> int | None:
-    """Experts per token, if the block says."""
-    for name in ("top_k", "num_experts_per_tok", "num_experts_per_token"):
-        if isinstance(value := getattr(parent, name, None), int):
-            return value
-    return None

@@ -10,11 +10,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
-from . import core, probe
+from . import core, probe, top_k
 from .distributed_replace import Shared, check_alone, check_restorable, is_shared, share, unshare
 from .errors import InvalidArgument, NoMoELayers, UnsupportedLayer
 from .expert_memory import ExpertMemory
-from .find import family_of, find_modules, named_modules, switch_kind, top_k_of
+from .find import family_of, find_modules, named_modules, switch_kind
 from .layers import LINEARS, PROJECTIONS, Layer, replaced_class
 from .replacement import ReplacedLayer, Replacement
 from .static import EXECUTORS, IMPORTANCES, OVERFLOWS, Importance, Overflow
@@ -139,6 +139,9 @@ def replace_moe_layers(
         (module, examine(module, name, parent, kernels, strict, logged))
         for name, module, parent in modules
     ]
+    all_modules = named_modules(model)
+    for _, row in found:
+        row._top_k = top_k.of_layer(all_modules, row.name)
     if not found:
         raise NoMoELayers(
             f"{type(model).__module__}.{type(model).__name__} has no expert layers "
@@ -299,5 +302,4 @@ def examine(
         max(bits, default=None),
         target,
         None if target == "stock" else layer,
-        top_k_of(parent),
     )

@@ -7,7 +7,7 @@ arrays, behind MLX's back. So nothing is read into a slot before the graphs that
 import os
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,15 +125,17 @@ class BankFiles:
         with self._lock:
             self.check_open()
             self.check()
-            done: list[Future[None]] = []
+            reads = Reads()
             try:
-                for file, into, at in [part for one in wanted for part in self._parts(*one)]:
-                    done.append(self._threads.submit(file.read, into, at))
+                done = [
+                    self._threads.submit(reads.run, file, into, at)
+                    for file, into, at in [part for one in wanted for part in self._parts(*one)]
+                ]
                 errors = [future.exception() for future in done]
             except RuntimeError as none:  # the system starts no thread
                 raise ReadFailed(f"cannot begin to read: {none}") from none
             finally:
-                _settle(done)
+                reads.settle()
             for error in errors:
                 if error is not None:
                     raise error
@@ -161,13 +163,32 @@ class BankFiles:
                     file.handle = None
 
 
-def _settle(reads: Sequence["Future[None]"]) -> None:
-    """Cancel what has not begun and wait for the rest, through any further interrupt."""
-    while True:
+class Reads:
+    """Those of one call, known from when they begin: an interrupt can come before whoever asked
+    for one has a handle of it."""
+
+    def __init__(self) -> None:
+        self._change, self._running, self._over = threading.Condition(), 0, False
+
+    def run(self, file: File, into: memoryview, at: int) -> None:
+        with self._change:
+            if self._over:
+                return
+            self._running += 1
         try:
-            for read in reads:
-                read.cancel()
-            wait(reads)
-            return
-        except KeyboardInterrupt:  # the first one is raised after this
-            continue
+            file.read(into, at)
+        finally:
+            with self._change:
+                self._running -= 1
+                self._change.notify_all()
+
+    def settle(self) -> None:
+        """Let none begin any more and wait for the rest, through any further interrupt."""
+        while True:
+            try:
+                with self._change:
+                    self._over = True
+                    self._change.wait_for(lambda: not self._running)
+                return
+            except KeyboardInterrupt:  # the first one is raised after this
+                continue

@@ -16,7 +16,7 @@ from .find import named_modules
 from .identity import identity_of_files
 from .layers import PROJECTIONS
 from .machine import as_size
-from .placeholders import is_placeholder, placeholder
+from .placeholders import is_made_of_one, mark, placeholder
 from .replacement import ReplacedLayer
 from .store import ExpertStore, StoredLayer
 from .store_bank import Shapes
@@ -50,6 +50,7 @@ class PreparedStore:
             for (child, key), array in stored.placeholders.items():
                 linear = module[child]
                 linear[key] = array
+                mark(linear, f"{row.name}.{child}")
                 linear.__class__ = stored_linear(own_class(linear), "scales" in linear)
 
 
@@ -183,11 +184,13 @@ def report_of(found: Found) -> StoreReport | None:
     return None
 
 
-def _never_filled(array: mx.array | None, placeholder: mx.array) -> bool:
-    """Whether it is the placeholder, or the traced one that a failed `value_and_grad` left."""
-    if array is placeholder or array is None:
-        return array is placeholder
-    return array.dtype == placeholder.dtype and is_placeholder(array)
+def _given_back(array: mx.array, placeholder: mx.array, parts: list[mx.array]) -> mx.array:
+    """The weights where a module has the placeholder, or what was made of it (in the dtype that
+    it was cast to); an array of the user's stays."""
+    if array is not placeholder and not is_made_of_one(array):
+        return array
+    weights = parts[0] if len(parts) == 1 else mx.stack(parts)
+    return weights if array.dtype == weights.dtype else weights.astype(array.dtype)
 
 
 def restore_experts(model: nn.Module) -> None:
@@ -211,8 +214,9 @@ def restore_experts(model: nn.Module) -> None:
             linear = module[child]
             linear = linear.get("linear", linear)  # adapters wrap their base layer
             for key, names in zip(PARTS, projection.names, strict=True):
-                if names and _never_filled(linear.get(key), stored.placeholders[child, key]):
+                if names and (array := linear.get(key)) is not None:
                     parts = [arrays[name] for name in names]
-                    linear[key] = parts[0] if len(parts) == 1 else mx.stack(parts)
+                    linear[key] = _given_back(array, stored.placeholders[child, key], parts)
             linear.__class__ = own_class(linear)
+            mark(linear, None)
         module.__dict__["_moe_layer"].stored = None

@@ -4,6 +4,7 @@ from functools import cache
 from typing import Any
 
 from .errors import ExpertsOnDisk
+from .placeholders import MARK
 from .weights import quantisation, subclass
 
 INSTEAD = "load the model without expert_memory for that, or restore_moe_layers(model) first"
@@ -16,7 +17,8 @@ def stored_linear(base: type, quantised: bool) -> type:
 
     def refuse(what: str) -> Any:
         def method(self: Any, *_: Any, **__: Any) -> Any:
-            raise ExpertsOnDisk(f"experts that stay on disk cannot be {what}; {INSTEAD}")
+            name = self.__dict__.get(MARK, "a projection")
+            raise ExpertsOnDisk(f"{name}: experts that stay on disk cannot be {what}; {INSTEAD}")
 
         return method
 
