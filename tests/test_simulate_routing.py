@@ -76,6 +76,11 @@ def test_histograms_are_drawn_from_the_same_seed_alike(tmp_path: Path) -> None:
         ({"a": [[1, -2]]}, "'a'"),
         ({"a": [[0, 0]]}, "'a'"),
         ({"a": [["x"]]}, "'a'"),
+        ({"a": [["1", "2"]]}, "'a'"),
+        ({"a": [[True, False]]}, "'a'"),
+        ({"a": [[float("nan"), 1]]}, "'a'"),
+        ({"a": [[1e308, 1e308]]}, "'a'"),  # their sum is infinite
+        ({"a": [[10**400, 1]]}, "'a'"),
         ({"a": 3}, "'a'"),
     ],
 )
@@ -83,6 +88,12 @@ def test_histograms_that_are_none_name_the_domain(tmp_path: Path, domains, named
     path = write_histograms(tmp_path / "h", domains=domains)
     with pytest.raises(CorruptFile, match=named):
         read_histograms(path)
+
+
+@pytest.mark.parametrize("wrong", [{"top_k": 9}, {"top_k": 0}, {"top_k": "2"}, {"model": ["x"]}])
+def test_histograms_with_other_facts_that_cannot_be(tmp_path: Path, wrong) -> None:
+    with pytest.raises(CorruptFile, match=next(iter(wrong))):
+        read_histograms(write_histograms(tmp_path / "h", **wrong))
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"\x1f\x8b\x00", b"\xff\xfe", b"[1]"])
@@ -161,6 +172,9 @@ def test_the_command_reads_calibrations_and_traces(tmp_path: Path, capsys) -> No
     traced().save(tmp_path / "t.npz")
     given = ("--trace", tmp_path / "t.npz", "--device", "m4", "--strategy", "cold", "plan")
     assert command(*given, "--hidden", 64, "--inner", 64) == 0
+    assert "does not know its processor" not in capsys.readouterr().out  # nothing was packed
+    given = ("--trace", tmp_path / "t.npz", "--device", "m4", "--strategy", "naive")
+    assert command(*given, "--hidden", 64, "--inner", 64) == 0
     assert "does not know its processor" in capsys.readouterr().out
 
 
@@ -173,9 +187,35 @@ def test_the_command_reads_calibrations_and_traces(tmp_path: Path, capsys) -> No
         (("--device", "m9"), "no device"),
         (("--shape", "gpt-oss-20b", "--top-k", 64), "top_k"),
         (("--shape", "gpt-oss-20b", "--seed", -1), "seed"),
+        (("--shape", "gpt-oss-20b", "--chunk", 1 << 40), "tokens"),
+        (("--shape", "gpt-oss-20b", "--steps", 1 << 40), "too many"),
+        (("--hidden", 64, "--inner", 64), "--top-k"),
+        (("--shape", "gpt-oss-20b", "--json", "."), "directory"),
     ],
 )
 def test_short_errors(tmp_path: Path, capsys, arguments, message: str) -> None:
-    path = write_histograms(tmp_path / "h")
+    path = write_histograms(tmp_path / "h", top_k=None)
     assert command("--histograms", path, *arguments) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "option"),
+    [
+        (source, option)
+        for source, options in cli.UNUSED.items()
+        for option in options
+        if option != "shape"
+    ],
+)
+def test_options_without_a_use_are_refused(capsys, source: str, option: str) -> None:
+    assert command(f"--{source}", "file", f"--{option}", 2) == 1
+    error = capsys.readouterr().err
+    assert f"--{option} means nothing with --{source}" in error
+
+
+@pytest.mark.parametrize("arguments", [("--experts", 1 << 40), ("--bits", 7), ("--hidden", 0)])
+def test_sizes_that_cannot_be(capsys, arguments) -> None:
+    with pytest.raises(SystemExit):
+        command("--histograms", "file", *arguments)
+    assert str(arguments[0]) in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """From a calibration to a plan."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,8 +140,13 @@ def make_plan(
 
 
 def default_memory(calibration: Calibration, device: Device) -> int:
-    model = sum(expert_of(facts).cold_bytes * facts.experts for facts in calibration.layers)
-    return int(max(0.0, device["memory_bytes"] - model) * MEMORY_SHARE)
+    left = device["memory_bytes"] - experts_bytes(calibration.layers)
+    return int(max(0.0, left) * MEMORY_SHARE)
+
+
+def experts_bytes(layers: Sequence[LayerFacts]) -> float:
+    """Of all routed experts as the model keeps them."""
+    return sum(expert_of(facts).cold_bytes * facts.experts for facts in layers)
 
 
 def plan_static(

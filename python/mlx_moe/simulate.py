@@ -7,7 +7,8 @@ import numpy as np
 
 from .devices import Device
 from .errors import InvalidArgument
-from .planner import make_plan
+from .planner import experts_bytes, make_plan
+from .progress import progress_bar
 from .simulate_engine import joules, run
 from .simulate_layers import AllCold, ColdPath, Dense, OnPrograms, Strategy, naive, of_plan
 from .simulate_routing import Routing
@@ -24,7 +25,7 @@ class Outcome:
     Attributes:
         strategy: its name.
         seconds, p95_seconds: of a step.
-        joules: of a step, idling aside; None where a unit's watts are not known.
+        joules: of a step, idling aside; None where a unit's watts or the host are not known.
         idle_joules: what the idle machine draws meanwhile; None where that is not known.
         cpu_seconds: of all cores together; None where the host is not known.
         dispatches: of static programs, in a step.
@@ -57,6 +58,7 @@ def simulate(
     weights: str = "fp16",
     force_hot: float = FORCED,
     dense: Dense | None = None,
+    progress: bool = False,
 ) -> list[Outcome]:
     """Every strategy over the same steps, those that planning did not see.
 
@@ -70,17 +72,36 @@ def simulate(
         memory: bytes for hot experts, as `make_plan` takes it.
         weights: of static programs.
         dense: what layers compute beside their experts, of the simulated steps.
+        progress: show a progress bar on stderr if it takes more than two seconds.
 
     Raises:
-        InvalidArgument: a strategy that there is not, or that the device has no unit for.
+        InvalidArgument: a strategy that there is not, or that the device has no unit for; an
+            argument that `make_plan` refuses.
     """
     machine = Machine(device)
     seen, rest = routing.halves()
     found = []
-    for name in strategies:
-        built, note = _strategy(name, machine, seen, rest, memory, weights, force_hot, dense)
-        found.append(outcome(name, built, rest.steps, machine.number("idle_watts"), note))
+    with progress_bar(progress, total=len(strategies) * rest.steps, unit="step") as bar:
+        for name in strategies:
+            bar.set_description(name)
+            built, note = _strategy(name, machine, seen, rest, memory, weights, force_hot, dense)
+            room = _room(machine.device, routing, built.hot_bytes, memory)
+            notes = ", ".join(part for part in (note, room) if part)
+            idle = machine.number("idle_watts")
+            found.append(outcome(name, built, rest.steps, idle, notes, bar))
     return found
+
+
+def _room(device: Device, routing: Routing, hot_bytes: int, memory: int | None) -> str:
+    """What there is to say where the memory is too small."""
+    if memory is not None:
+        if hot_bytes <= memory:
+            return ""
+        return f"its copies take {hot_bytes / 1e9:.3g} GB, of {memory / 1e9:.3g} GB for them"
+    needed = hot_bytes + experts_bytes(routing.facts)
+    if needed <= device["memory_bytes"]:
+        return ""
+    return f"takes {needed / 1e9:.3g} GB, of {device['memory_bytes'] / 1e9:.3g} GB of memory"
 
 
 def _strategy(
@@ -127,13 +148,22 @@ def _strategy(
 
 
 def outcome(
-    name: str, strategy: Strategy, steps: int, idle_watts: float | None, note: str = ""
+    name: str,
+    strategy: Strategy,
+    steps: int,
+    idle_watts: float | None,
+    note: str = "",
+    bar: Any = None,
 ) -> Outcome:
     """Run every step on its own: the units begin it idle."""
-    lines = [run(strategy.tasks(step), strategy.units) for step in range(steps)]
+    lines = []
+    for step in range(steps):
+        lines.append(run(strategy.tasks(step), strategy.units))
+        if bar is not None:
+            bar.update()
     seconds = np.array([line.seconds for line in lines])
     energies = [joules(line, strategy.units, strategy.core_watts) for line in lines]
-    known = [e for e in energies if e is not None]
+    known = [e for e in energies if e is not None] if strategy.counts_cpu_time else []
     total = float(seconds.sum())
     return Outcome(
         name,
@@ -141,7 +171,7 @@ def outcome(
         float(np.quantile(seconds, 0.95)),
         float(np.mean(known)) if len(known) == len(energies) else None,
         None if idle_watts is None else float(seconds.mean()) * idle_watts,
-        float(np.mean([line.cpu_seconds for line in lines])),
+        float(np.mean([line.cpu_seconds for line in lines])) if strategy.counts_cpu_time else None,
         float(np.mean([line.tasks.get("static", 0) for line in lines])),
         {
             unit: sum(line.working[unit] for line in lines) / total if total else 0.0

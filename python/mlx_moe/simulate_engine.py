@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,14 @@ class Timeline:
 def run(tasks: Sequence[Task], units: Mapping[str, Unit]) -> Timeline:
     """Do all tasks; of those ready for a unit the one that is ready first, then the first listed.
 
-    Raises ValueError where a task waits for itself or for one that there is not.
+    Raises ValueError where a task waits for itself or for one that there is not, takes a time that
+    cannot be, or is of no unit.
     """
+    for number, task in enumerate(tasks):
+        if task.unit not in units:
+            raise ValueError(f"task {number} is of unit {task.unit!r}, which there is not")
+        if not 0 <= task.seconds < inf:
+            raise ValueError(f"task {number} takes {task.seconds} s on {task.unit}")
     waiting = [len(set(task.after)) for task in tasks]
     followers: list[list[int]] = [[] for _ in tasks]
     for number, task in enumerate(tasks):

@@ -1,6 +1,7 @@
 """What one machine does with a step, strategy by strategy, as tasks of its units."""
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +9,7 @@ from numpy.typing import NDArray
 
 from .cost import Expert, cold_seconds, expert_of, package_experts, shared_expert_of
 from .devices import Device
+from .errors import InvalidArgument
 from .grouping import Bundle, run_groups
 from .plan import LayerPlan, Plan
 from .simulate_engine import Task, Unit
@@ -31,6 +33,16 @@ class Dense:
     flops: Array
     bytes: float
 
+    def check(self, steps: int) -> None:
+        """Raise InvalidArgument where it is not of so many steps, or cannot be."""
+        if self.flops.shape != (steps,) or not np.isfinite([*self.flops, self.bytes]).all():
+            raise InvalidArgument(
+                f"dense: {list(self.flops.shape)} FLOPs and {self.bytes} bytes, expected [{steps}] "
+                "finite ones, of the steps that are simulated"
+            )
+        if min(*self.flops, self.bytes) < 0:
+            raise InvalidArgument("dense: negative FLOPs or bytes")
+
 
 class Strategy(ABC):
     """A way to do the steps of a routing.
@@ -38,11 +50,13 @@ class Strategy(ABC):
     Attributes:
         units: that there are.
         core_watts: of a busy core of the host.
+        counts_cpu_time: whether its tasks' processor time is all that there is.
         hot_bytes: of copies beside the model's own weights.
     """
 
     units: dict[str, Unit]
     core_watts: float | None
+    counts_cpu_time: bool = True
     hot_bytes: int = 0
 
     @abstractmethod
@@ -86,6 +100,9 @@ class MachineStrategy(Strategy):
     ):
         self.machine, self.routing, self.cold, self.dense = machine, routing, cold, dense
         self.units, self.core_watts = machine.units, machine.core_watts
+        self.counts_cpu_time = machine.counts_cpu_time
+        if dense is not None:
+            dense.check(routing.steps)
 
     def tasks(self, step: int) -> list[Task]:
         tasks: list[Task] = []
@@ -200,16 +217,20 @@ class _Run:
         ]
         self.seconds = np.array([r.seconds for r in ran]).reshape(len(ran), -1)
         self.dispatches = np.array([r.dispatches for r in ran]).reshape(len(ran), -1)
-        left = loads.copy()
+        left, left_beside = loads.copy(), tokens
         for r, (of, bundle, _) in zip(ran, jobs, strict=True):
             if of is expert:
                 members = list(bundle.experts)
                 left[:, members] = r.spilled[:, members]
+            else:
+                left_beside = r.spilled
         cold = strategy.cold.device
         self.cold = cold_seconds(cold, expert, left).sum(axis=1)
-        if shared is not None and programs.beside is None:
-            self.cold = self.cold + cold_seconds(cold, shared, tokens)[:, 0]
-        self.moving = machine.move_seconds(expert, (loads - left).sum(axis=1))
+        hot_rows = (loads - left).sum(axis=1)
+        if shared is not None:
+            self.cold = self.cold + cold_seconds(cold, shared, left_beside)[:, 0]
+            hot_rows = hot_rows + (tokens - left_beside)[:, 0]
+        self.moving = machine.move_seconds(expert, hot_rows)
         self.bytes = sum(of.static_bytes(weights) * len(b.experts) for of, b, _ in jobs)
 
 
@@ -247,13 +268,15 @@ def naive(machine: Machine, routing: Routing, weights: str) -> list[Programs | N
 
 
 def one_capacity(loads: list[Array]) -> int:
+    """The least multiple of STEP with at most NAIVE_OVERFLOW of all assignments over."""
     most = max(float(x.max()) for x in loads)
-    total = sum(float(x.sum()) for x in loads)
-    for capacity in range(STEP, int(most) + STEP, STEP):
-        over = sum(float(np.maximum(x - capacity, 0).sum()) for x in loads)
-        if over <= NAIVE_OVERFLOW * total:
-            return capacity
-    return max(STEP, -(-int(most) // STEP) * STEP)
+    allowed = NAIVE_OVERFLOW * sum(float(x.sum()) for x in loads)
+
+    def enough(capacity: int) -> bool:
+        return sum(float(np.maximum(x - capacity, 0).sum()) for x in loads) <= allowed
+
+    capacities = range(STEP, int(most) + 2 * STEP, STEP)  # the last holds the most
+    return capacities[bisect_left(capacities, True, key=enough)]
 
 
 def _cold(device: Device, routing: Routing, layer: int) -> Array:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from .cost import bytes_of
 from .devices import Device
 from .figures import require_matplotlib, save
 from .simulate import Outcome
@@ -11,26 +12,31 @@ from .tables import table
 
 WORDS = {
     "cpu": "processor alone",
-    "cold": "cold path alone (GPU)",
+    "cold": "GPU alone",
     "naive": "a program an expert",
     "plan": "planned",
     "plan-cpu": "planned, without the GPU",
     "forced": "forced hot",
-    "round-robin": "whole experts in turn",
-    "balanced": "scheduled",
 }
-COLUMNS = ("strategy", "ms a step", "p95", "times", "J a step", "J idle", "CPU ms", "dispatches")
+ON_CPU = {"cold": "the processor's kernels"}  # of a device without a static executor
+COLUMNS = ("strategy", "ms a step", "p95", "J a step", "J idle", "CPU ms", "dispatches", "copies")
 
 
 def report(routing: Routing, device: Device, outcomes: list[Outcome]) -> dict[str, Any]:
     """Everything that is shown, as JSON; all numbers are simulated."""
+    facts, simulated = routing.facts[0], routing.halves()[1]
     return {
         "simulated": True,
         "model": routing.name,
         "routing": routing.source,
         "layers": len(routing.facts),
-        "steps": max(1, routing.steps // 2),
-        "tokens": float(routing.tokens.mean()),
+        "experts": facts.experts,
+        "top_k": facts.top_k,
+        "hidden": facts.hidden,
+        "inner": facts.inner,
+        "weight_bytes": bytes_of(facts.weights),
+        "steps": simulated.steps,
+        "tokens": float(simulated.tokens.mean()),
         "device": device.as_dict(),
         "results": [outcome.as_dict() for outcome in outcomes],
     }
@@ -39,34 +45,40 @@ def report(routing: Routing, device: Device, outcomes: list[Outcome]) -> dict[st
 def as_text(found: dict[str, Any]) -> str:
     """The table, with what the numbers are worth beneath."""
     results = found["results"]
-    first = results[0]["seconds"]
+    words = WORDS | (ON_CPU if found["device"]["executor"] == "cpu" else {})
+    first = results[0]
     rows = []
     for r in results:
         rows.append(
             [
-                f"{r['strategy']}: {WORDS.get(r['strategy'], '')}".rstrip(": "),
+                f"{r['strategy']}: {words[r['strategy']]}",
                 f"{r['seconds'] * 1e3:.2f}",
                 f"{r['p95_seconds'] * 1e3:.2f}",
-                f"{first / r['seconds']:.2f}x" if r["seconds"] else "-",
                 _number(r["joules"], 1, ".3g"),
                 _number(r["idle_joules"], 1, ".3g"),
                 _number(r["cpu_seconds"], 1e3, ".1f"),
                 f"{r['dispatches']:.0f}",
-                r["note"],
+                f"{r['hot_bytes'] / 1e9:.2f} GB",
+                f"{first['seconds'] / r['seconds']:.2f}x" if r["seconds"] else "-",
             ]
         )
     numbers = found["device"]["numbers"] | found["device"].get("simulation", {})
     guessed = sum(not number["measured"] for number in numbers.values())
     lines = [
         f"SIMULATED, nothing here was run. {found['model']}: expert layers {found['layers']}, "
+        f"each of {found['experts']} experts (top {found['top_k']}) of {found['hidden']} x "
+        f"{found['inner']}, {8 * found['weight_bytes']:.3g} bits a weight; "
         f"{found['tokens']:.0f} tokens a step, means of {found['steps']} steps "
         f"({found['routing']})",
-        table([*COLUMNS, ""], rows),
+        table([*COLUMNS, f"faster than {first['strategy']}"], rows),
+        *(f"{r['strategy']}: {r['note']}" for r in results if r["note"]),
         f"device {found['device']['name']}: {guessed} of {len(numbers)} numbers are others' or "
         "assumed, each with its source in --json; J a step is of busy units, J idle what the "
         "machine draws besides",
     ]
-    if "host_flops" not in found["device"].get("simulation", {}):
+    if "host_bandwidth" not in found["device"].get("simulation", {}) and any(
+        r["dispatches"] for r in results
+    ):
         lines.append("the profile does not know its processor: packing and combining take no time")
     return "\n".join(lines)
 

@@ -16,9 +16,12 @@ from .chunks import chunk_loads
 from .errors import CorruptFile, InvalidArgument
 from .identity import ModelIdentity
 from .layer_facts import LayerFacts
+from .tiers import LARGEST_CHUNK
 
 Array = NDArray[np.float64]
 MOST_STEPS = 64  # simulated, taken evenly from more
+MOST_LOADS = 1 << 26  # numbers drawn, of all steps, layers and experts: half a GB
+MOST_COUNTED = 1e18  # of an expert in a file
 GZIP = b"\x1f\x8b"
 
 
@@ -32,6 +35,8 @@ class Routing:
         tokens: [steps].
         loads: [steps, E] of each layer.
         source: where the loads come from, for people.
+
+    Raises InvalidArgument where there is nothing to simulate, or loads cannot be.
     """
 
     name: str
@@ -39,6 +44,22 @@ class Routing:
     tokens: NDArray[np.int64]
     loads: list[Array]
     source: str
+
+    def __post_init__(self) -> None:
+        if not self.facts or not len(self.tokens):
+            raise InvalidArgument(f"{self.source}: no layer or no step to simulate")
+        if len(self.loads) != len(self.facts) or self.tokens.min() < 1:
+            raise InvalidArgument(
+                f"{self.source}: expected loads of each of {len(self.facts)} layers, and a token "
+                "or more in every step"
+            )
+        for facts, loads in zip(self.facts, self.loads, strict=True):
+            shape = (self.steps, facts.experts)
+            if loads.shape != shape or not np.isfinite(loads).all() or loads.min() < 0:
+                raise InvalidArgument(
+                    f"{self.source}: loads of {facts.name} are {list(loads.shape)}, expected "
+                    f"{list(shape)}, numbers that are finite and not negative"
+                )
 
     @property
     def steps(self) -> int:
@@ -107,7 +128,7 @@ def _passes(trace: Trace) -> list[list[int]]:
     current: list[int] = []
     for forward, layer in enumerate(trace.layer):
         if layer == 0:
-            current = [forward]
+            current = [forward] if trace.tokens[forward] else []
         elif current and layer == len(current):
             if trace.tokens[forward] == trace.tokens[current[0]]:
                 current.append(forward)
@@ -115,7 +136,7 @@ def _passes(trace: Trace) -> list[list[int]]:
                 current = []
         else:
             current = []
-        if len(current) == len(trace.layers):
+        if current and len(current) == len(trace.layers):
             passes.append(current)
             current = []
     return passes
@@ -163,19 +184,32 @@ def read_histograms(path: str | Path) -> Histograms:
         raise CorruptFile(f"{path}: expected an object with some 'domains'")
     shares, shape = {}, None
     for name, counts in domains.items():
-        try:
-            found = np.array(counts, np.float64)
-        except (TypeError, ValueError):
-            found = np.zeros(0)
+        found = _numbers(counts)
         if found.ndim != 2 or not found.size or (shape and found.shape != shape):
             raise CorruptFile(f"{path}: domain {name!r} is not [layers][experts] like the others")
-        if not np.isfinite(found).all() or found.min() < 0 or not found.sum(axis=1).all():
-            raise CorruptFile(f"{path}: domain {name!r} has counts that cannot be")
+        if not ((found >= 0) & (found <= MOST_COUNTED)).all() or not found.sum(axis=1).all():
+            raise CorruptFile(
+                f"{path}: domain {name!r} has counts that cannot be: expected 0 to "
+                f"{MOST_COUNTED:g}, some of them above 0 in each layer"
+            )
         shape = found.shape
         shares[name] = found / found.sum(axis=1, keepdims=True)
-    top_k = data.get("top_k")
-    good = type(top_k) is int and 0 < top_k <= next(iter(shares.values())).shape[1]
-    return Histograms(str(data.get("model", Path(path).name)), shares, top_k if good else None)
+    experts = next(iter(shares.values())).shape[1]
+    top_k, model = data.get("top_k"), data.get("model", Path(path).name)
+    if top_k is not None and not (type(top_k) is int and 0 < top_k <= experts):
+        raise CorruptFile(f"{path}: top_k is {top_k!r}, expected a number from 1 to {experts}")
+    if not isinstance(model, str):
+        raise CorruptFile(f"{path}: model is {model!r}, expected a name")
+    return Histograms(model, shares, top_k)
+
+
+def _numbers(counts: Any) -> Array:
+    """[layers, experts], or something of another shape where it is no such table of numbers."""
+    try:
+        found = np.array(counts)
+        return found.astype(np.float64) if found.dtype.kind in "iuf" else np.zeros(0)
+    except (TypeError, ValueError, OverflowError):
+        return np.zeros(0)
 
 
 def of_histograms(
@@ -193,7 +227,20 @@ def of_histograms(
 
     Layers beyond the histograms' take theirs again from the first; other numbers of experts take
     their curve of popularity (`resampled`).
+
+    Raises:
+        InvalidArgument: a number is not as it can be, or there would be too much to draw.
     """
+    if min(steps, domains, stay) < 1 or not 1 <= tokens <= LARGEST_CHUNK:
+        raise InvalidArgument(
+            f"{steps} steps of {tokens} tokens, {domains} domains, {stay} steps alike: expected "
+            f"1 or more, and at most {LARGEST_CHUNK} tokens"
+        )
+    if steps * sum(layer.experts for layer in facts) > MOST_LOADS:
+        raise InvalidArgument(
+            f"{steps} steps of {len(facts)} layers are too many to draw: expected at most "
+            f"{MOST_LOADS} loads of experts in all"
+        )
     random = np.random.default_rng(seed)
     loads = [np.zeros((steps, layer.experts)) for layer in facts]
     orders = [random.permutation(layer.experts) for layer in facts]
@@ -236,6 +283,8 @@ def resampled(shares: Array, experts: int) -> Array:
 
 def draw(random: np.random.Generator, shares: Array, tokens: int, top_k: int) -> Array:
     """Loads [E] of tokens that take top_k experts each: none of them twice."""
+    if not 0 < top_k <= len(shares):
+        raise InvalidArgument(f"top_k is {top_k}, expected 1 to the {len(shares)} experts")
     loads = np.zeros(len(shares), np.int64)
     left = tokens * top_k
     shares = np.maximum(shares, 1e-12)

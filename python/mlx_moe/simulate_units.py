@@ -36,6 +36,7 @@ class Machine:
 
     @property
     def cores(self) -> float:
+        """Of the host; 1 where the profile does not say: then no time of the processor is told."""
         return self.number("host_cores") or 1.0
 
     @property
@@ -43,6 +44,13 @@ class Machine:
         """Whether the profile knows how fast the host is."""
         names = ("host_flops", "host_bandwidth", "host_cores")
         return all(self.number(name) is not None for name in names)
+
+    @property
+    def counts_cpu_time(self) -> bool:
+        """Whether the profile knows what of the host is needed for its time."""
+        if self.device.executor == "cpu":
+            return self.number("host_cores") is not None
+        return self.has_host
 
     @property
     def cold_cores(self) -> float:

@@ -12,7 +12,7 @@ import mlx.core as mx
 from . import core, tune_cold, tune_fit
 from .cost import Expert
 from .defaults import STATICS
-from .devices import NUMBERS, Device, Number, builtin, this_device
+from .devices import NUMBERS, SIMULATION, Device, Number, builtin, this_device
 from .durable import write_json
 from .errors import InvalidArgument, MissingDependency, MoEError
 from .layer_facts import LayerFacts, WeightFacts
@@ -110,7 +110,16 @@ def tune(
         f"{chip()}, measured {date}" + (", host executor" if static == "host" else ""),
         {name: found[name] for name in NUMBERS[executor]},
         Measurements(date, overlap, tuple(samples)),
+        simulation=_simulation(base, source),
     )
+
+
+def _simulation(base: Device, source: str) -> dict[str, Number]:
+    """What only `simulate` reads stays as it was; on a CPU the cores are those measured with."""
+    if base.executor != "cpu":
+        return base.simulation
+    cores = Number(core.num_threads(), SIMULATION["host_cores"], source, True)
+    return {**base.simulation, "host_cores": cores}
 
 
 def _measure(

@@ -121,17 +121,27 @@ def add_trust_option(parser: argparse._ActionsContainer) -> None:
 
 
 def check_targets(**paths: str | None) -> None:
-    """Before the work: raise MoEError where an option names a file in no directory."""
+    """Before the work: raise MoEError where an option names a file that cannot be written."""
     for option, path in paths.items():
-        if path not in (None, "-") and not Path(str(path)).absolute().parent.is_dir():
+        if path in (None, "-"):
+            continue
+        if not Path(str(path)).absolute().parent.is_dir():
             raise MoEError(f"--{option} {path}: there is no such directory to write it in")
+        if Path(str(path)).is_dir():
+            raise MoEError(f"--{option} {path}: that is a directory; name a file")
 
 
-def check_plot(path: str | None) -> None:
-    """Before the work: raise MoEError where --plot could not be written."""
-    if path is not None:
-        require_matplotlib()
+def check_plot(path: str | None, *, directory: bool = False) -> None:
+    """Before the work: raise MoEError where --plot, a file or directory, could not be written."""
+    if path is None:
+        return
+    require_matplotlib()
+    if not directory:
         check_targets(plot=path)
+        return
+    there = next(p for p in (Path(path).absolute(), *Path(path).absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise MoEError(f"--plot {path}: {there} is a file; name a directory")
 
 
 def say(text: object, json_target: str | None) -> None:

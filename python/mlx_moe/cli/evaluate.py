@@ -6,13 +6,13 @@ from typing import Any
 
 from .. import hub
 from ..defaults import REFERENCES, RETRIEVAL_ITEMS, RETRIEVAL_LENGTH, TASKS, TEXT_TOKENS
-from ..figures import require_matplotlib
 from ..text import text_files
 from .common import (
     PLAN_BACKENDS,
     add_json_option,
     add_overflow_options,
     add_trust_option,
+    check_plot,
     check_targets,
     command,
     positive,
@@ -116,9 +116,8 @@ def main(argv: list[str] | None = None) -> int:
     from ..replace import resolve_backend
     from .benchmark import machine
 
-    check_targets(json=args.json, plot=args.plot)
-    if args.plot:
-        require_matplotlib()
+    check_targets(json=args.json)
+    check_plot(args.plot)
     resolve_backend(args.backend)
     text_files(args.data)  # says what is missing before a model is loaded
     plan = args.plan and hub.resolve(args.plan)

@@ -6,13 +6,21 @@ from .. import hub
 from ..calibration import Calibration
 from ..chunks import chunk_loads
 from ..devices import AUTO, load_device, names
-from ..figures import require_matplotlib
 from ..plan import WEIGHTS
 from ..plan_report import report
 from ..plan_text import as_text
 from ..planner import make_plan
 from ..plots import plot_plan
-from .common import add_json_option, check_targets, command, positive, say, size, write_json
+from .common import (
+    add_json_option,
+    check_plot,
+    check_targets,
+    command,
+    positive,
+    say,
+    size,
+    write_json,
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -84,9 +92,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     check_targets(output=None if hub.is_uri(args.output) else args.output, json=args.json)
+    check_plot(args.plot, directory=True)
     device = load_device(args.device)
-    if args.plot is not None:
-        require_matplotlib()  # before the work
     calibration = Calibration.load(hub.resolve(args.calibration))
     plan = make_plan(
         calibration,

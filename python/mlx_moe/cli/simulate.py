@@ -14,6 +14,7 @@ from ..simulate import FORCED, STRATEGIES, simulate
 from ..simulate_report import as_text, plot, report
 from ..simulate_routing import Routing, of_calibration, of_histograms, of_trace, read_histograms
 from ..simulate_shapes import SHAPES
+from ..simulate_units import Machine
 from .common import add_json_option, check_plot, check_targets, command, positive, say, write_json
 from .plan import share, size
 
@@ -25,8 +26,22 @@ SIZES = {
     "top-k": "Experts of a token",
     "hidden": "Features outside the experts",
     "inner": "Features inside an expert",
-    "bits": "Of a weight, in groups of 64",
 }
+BITS = (2, 3, 4, 5, 6, 8)
+LARGEST = 1 << 20  # of a size
+# Options that a source has its own word on, or no use for.
+UNUSED = {
+    "calibration": ("steps", "seed", "shape", *SIZES, "bits"),
+    "trace": ("chunk", "steps", "seed", "layers", "experts", "top-k"),
+    "histograms": (),
+}
+
+
+def extent(text: str) -> int:
+    value = positive(text)
+    if value > LARGEST:
+        raise argparse.ArgumentTypeError(f"{value} is too large; expected at most {LARGEST}")
+    return value
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -83,10 +98,9 @@ def build_parser() -> argparse.ArgumentParser:
     shape.add_argument(
         "--steps",
         type=positive,
-        default=STEPS,
         help=f"Drawn from histograms; every other one is planned by (default: {STEPS})",
     )
-    shape.add_argument("--seed", type=int, default=0, help="Of drawing (default: 0)")
+    shape.add_argument("--seed", type=int, help="Of drawing (default: 0)")
     shape.add_argument(
         "--shape",
         choices=sorted(SHAPES),
@@ -94,7 +108,10 @@ def build_parser() -> argparse.ArgumentParser:
         f"openai/{GPT_OSS}: that)",
     )
     for name, what in SIZES.items():
-        shape.add_argument(f"--{name}", type=positive, metavar="N", help=f"{what}, instead")
+        shape.add_argument(f"--{name}", type=extent, metavar="N", help=f"{what}, instead")
+    shape.add_argument(
+        "--bits", type=int, choices=BITS, help="Of a weight, in groups of 64 (default: the shape's)"
+    )
     parser.add_argument("--plot", metavar="FILE", help="Write a picture of the results")
     add_json_option(parser)
     return parser
@@ -105,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     check_targets(json=args.json)
     check_plot(args.plot)
-    if args.seed < 0:
+    if args.seed is not None and args.seed < 0:
         raise InvalidArgument(f"--seed is {args.seed}, expected a number from 0 on")
     device = load_device(args.device)
     routing = read(args)
@@ -117,6 +134,7 @@ def main(argv: list[str] | None = None) -> int:
         memory=args.memory,
         weights=args.weights,
         force_hot=args.force_hot,
+        progress=True,
     )
     found = report(routing, device, outcomes)
     say(as_text(found), args.json)
@@ -130,10 +148,19 @@ def main(argv: list[str] | None = None) -> int:
 def possible(device: Any) -> tuple[str, ...]:
     """The strategies that the profile has the numbers for."""
     wanted = STRATEGIES if device.executor == "static" else ("cold",)
-    return tuple(s for s in wanted if "cpu" not in s or "host_flops" in device.simulation)
+    return tuple(s for s in wanted if "cpu" not in s or Machine(device).has_host)
+
+
+def check_used(args: argparse.Namespace) -> None:
+    """Raise InvalidArgument for an option that the source leaves no use for."""
+    source = next(name for name in UNUSED if getattr(args, name) is not None)
+    for option in UNUSED[source]:
+        if getattr(args, option.replace("-", "_")) is not None:
+            raise InvalidArgument(f"--{option} means nothing with --{source}: leave it away")
 
 
 def read(args: argparse.Namespace) -> Routing:
+    check_used(args)
     if args.calibration is not None:
         return of_calibration(Calibration.load(args.calibration), args.chunk, args.calibration)
     if args.trace is not None:
@@ -148,7 +175,8 @@ def read(args: argparse.Namespace) -> Routing:
     preset = GPT_OSS if histograms.name.endswith(GPT_OSS) else None
     facts = shape_of(args, preset, histograms.layers, histograms.experts, histograms.top_k)
     chunk = TOKENS if args.chunk is None else args.chunk
-    return of_histograms(histograms, facts, chunk, args.steps, args.seed)
+    steps = STEPS if args.steps is None else args.steps
+    return of_histograms(histograms, facts, chunk, steps, args.seed or 0)
 
 
 def shape_of(
@@ -170,7 +198,11 @@ def shape_of(
     else:
         shape = replace(SHAPES["mixtral-8x7b"], family="unknown", layers=layers)
         shape = replace(shape, experts=experts or 1, top_k=top_k or 1)
-    names = [name.replace("-", "_") for name in SIZES if name != "bits"]
+        if top_k is None and args.top_k is None and args.trace is None:
+            raise InvalidArgument(
+                "the file does not say how many experts a token goes to: give --top-k"
+            )
+    names = [name.replace("-", "_") for name in SIZES]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.trace is not None:  # knows these
         given |= {"layers": layers, "experts": 1, "top_k": 1}
