@@ -84,7 +84,7 @@ def compiled(
 ) -> Manifest:
     """The artifacts of `tiny_plan`, to be read; `copied` is to be changed."""
     out = tmp_path_factory.mktemp("compiled") / "artifacts"
-    return compile_plan(tiny_model_path, tiny_plan, out, progress=False)
+    return compile_plan(tiny_model_path, tiny_plan, out, workers=1, progress=False)
 
 
 @pytest.fixture

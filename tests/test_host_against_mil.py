@@ -103,7 +103,9 @@ def test_every_function_of_a_compiled_plan_in_both_forms(
     planned, executor = plan(model, {layer: groups}), core.HostExecutor()
     results: dict[int, list[Any]] = {}
     for macos in MACOS:
-        manifest = compile_plan(model, planned, tmp_path / f"{macos}", macos=macos, progress=False)
+        manifest = compile_plan(
+            model, planned, tmp_path / f"{macos}", macos=macos, workers=1, progress=False
+        )
         for entry in manifest.packages:
             number = load_program(executor, manifest.directory, entry)
             for capacity, place in entry.functions.items():
