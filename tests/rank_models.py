@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,13 @@ def replaced_before(ranks: Ranks) -> dict[str, Any]:
     return {"kernels": kernels, "note": replacement.note}
 
 
+def watches(ranks: Ranks) -> int:
+    """Threads that watch, once two models were given one group beside these ranks."""
+    for _ in range(2):
+        mlx_moe.replace_moe_layers(model_of("fused, slices"), group=ranks.group)
+    return sum(thread.name == "mlx_moe ranks" for thread in threading.enumerate())
+
+
 def sharded(ranks: Ranks) -> dict[str, Any]:
     """mlx-lm's own sharding: the block sums, our layers compute their partial sums."""
     model = model_of("fused, slices")
@@ -256,6 +264,7 @@ def main() -> None:
     found["other order"] = {backend: other_order(ranks, backend) for backend in ("cpu", "stock")}
     found["replaced before"] = replaced_before(ranks)
     found["sharded"] = sharded(ranks)
+    found["watches"] = watches(ranks)
     ranks.finish()
     (folder / f"found{ranks.rank}.json").write_text(json.dumps(found))
 

@@ -2,6 +2,7 @@
 
 import builtins
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from plan_data import skewed
 
 from mlx_moe import calibration_run
 from mlx_moe.cli import plan as cli
+from mlx_moe.cli.common import check_plot
+from mlx_moe.errors import MoEError
 from mlx_moe.plan import Plan
 from mlx_moe.plan_report import report
 from mlx_moe.plan_text import as_text, short_names
@@ -142,6 +145,29 @@ def test_pictures(calibration: Path, tmp_path: Path, capsys) -> None:
         assert [path.name for path in files] == ["loads.png", "popularity.png"]
         assert all(path.read_bytes().startswith(PNG) for path in files)
         assert str(files[0]) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("directory", "path", "said"),
+    [
+        (False, "file.txt", None),
+        (False, "new.png", None),
+        (False, "none/new.png", "no such directory"),
+        (False, ".", "a directory; name a file"),
+        (True, ".", None),
+        (True, "new/deeper", None),
+        (True, "file.txt", "a file; name a directory"),
+        (True, "file.txt/deeper", "a file; name a directory"),
+    ],
+)
+def test_where_pictures_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: bool, path: str, said: str | None
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    Path("file.txt").touch()
+    with nullcontext() if said is None else pytest.raises(MoEError, match=said):
+        check_plot(path, directory=directory)
 
 
 def test_without_matplotlib_it_is_named_before_the_work(

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchGLU
 
 import mlx_moe
-from mlx_moe.distributed import Ranks, join
+from mlx_moe.distributed import Ranks, join, ranks_of
 from mlx_moe.distributed_layer import matching_rows
 from mlx_moe.distributed_weights import Cut, InMemory
 from mlx_moe.errors import InvalidArgument, RankLost
@@ -179,6 +179,10 @@ def test_models_that_mlx_lm_shards(found: list[dict[str, Any]]) -> None:
         assert "2 layers are summed by their own blocks" in sharded["note"]
 
 
+def test_models_of_one_group_share_its_watch(found: list[dict[str, Any]]) -> None:
+    assert [rank["watches"] for rank in found] == [2, 2]
+
+
 def test_others_that_mlx_cannot_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """As MPI starts ranks, with an MLX that has no MPI: they would all do everything."""
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
@@ -207,6 +211,17 @@ def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         if thread.name == "mlx_moe ranks":
             thread.join(5)
             assert not thread.is_alive()
+
+
+def test_ranks_are_made_once_a_group() -> None:
+    first, second = mx.distributed.init(), mx.distributed.init()
+    ranks = ranks_of(first)
+    assert ranks_of(first) is ranks and ranks_of(ranks) is ranks
+    assert ranks_of(second) is not ranks and ranks_of(second).group is second
+    ranks.close()
+    assert ranks_of(first) is not ranks
+    with pytest.raises(InvalidArgument, match="init"):
+        ranks_of("ring")
 
 
 def _fails(*_: Any) -> None:

@@ -6,7 +6,6 @@ It ends when its input does, so that nothing outlives a killed parent.
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -14,6 +13,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from .ready import readable
 
 
 class Child:
@@ -44,7 +45,7 @@ class Child:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
             if seconds is not None:
-                late = not select.select([self._process.stdout], [], [], seconds)[0]
+                late = not readable([self._process.stdout], seconds)
             line = b"" if late else self._process.stdout.readline()
         return (json.loads(line) if line else None), late
 

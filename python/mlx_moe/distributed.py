@@ -34,6 +34,9 @@ CHECKS = 2  # values at the end of each sum by which ranks see that they routed 
 SIZES = ("MLX_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE")
 LAUNCHED = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
+_local = threading.local()  # a thread's stream
+_of_groups: dict[int, "Ranks"] = {}  # by id; they hold their groups
+
 
 class Ranks:
     """A group of processes that each hold some of the experts.
@@ -77,7 +80,6 @@ class Ranks:
         self.split, self.counts, self.timeout = split, counts, float(timeout)
         self.watchdog = Watchdog(self.rank, self.size, self.timeout)
         self.sends_routing = False
-        self._local = threading.local()
         if self.size == 1:
             return
         self.watchdog.start()
@@ -128,10 +130,10 @@ class Ranks:
 
     def lazy_sum(self, array: mx.array) -> mx.array:
         """The sum over ranks, as a graph. A thread's sums are done one after the other, on one
-        stream: two at a time could meet in another order elsewhere."""
-        if not hasattr(self._local, "stream"):
-            self._local.stream = mx.new_stream(mx.Device(mx.cpu))
-        return mx.distributed.all_sum(array, group=self.group, stream=self._local.stream)
+        stream for all groups: two at a time could meet in another order elsewhere."""
+        if not hasattr(_local, "stream"):
+            _local.stream = mx.new_stream(mx.Device(mx.cpu))
+        return mx.distributed.all_sum(array, group=self.group, stream=_local.stream)
 
     def lazy_first(self, array: mx.array) -> mx.array:
         """Rank 0's array, as a graph. Elsewhere too it comes after the sums that the array needs:
@@ -232,6 +234,20 @@ class Ranks:
     def close(self, failure: str | None = None) -> None:
         """Tell the others that this rank is done, or why it fails: they end too."""
         self.watchdog.close(failure)
+
+
+def ranks_of(group: Any) -> Ranks:
+    """The ranks of a group of `mx.distributed`; one `Ranks` is returned as it is.
+
+    Several models that are given one group share its lines and its watch. Groups are told apart
+    by what `mx.distributed.init()` or `split()` returned: keep that, and give it again.
+    """
+    if isinstance(group, Ranks):
+        return group
+    known = _of_groups.get(id(group))
+    if known is None or known.watchdog.closed:
+        known = _of_groups[id(group)] = Ranks(group)
+    return known
 
 
 def join(**options: Any) -> Ranks | None:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +17,7 @@ from .distributed import CHECKS, Ranks
 from .distributed_placement import Placement, Slice
 from .errors import InvalidArgument, RankMismatch
 from .layers import PROJECTIONS, Layer, replaced_class
-from .stats import Counters
+from .stats import Counters, RankCounters
 from .store_files import PARTS
 from .weights import FLOATS, own_class, promote
 
@@ -126,6 +127,7 @@ class RankedExperts:
         self.placement, self.parts, self.eager = placement, list(parts), eager
         self.nbytes, self.total_bytes = nbytes, total_bytes
         self.calls = 0
+        self.counters = RankCounters(ranks.size)
         self.held: dict[tuple[str, str], mx.array] = {}  # placeholders on the module
         self.originals: dict[tuple[str, str], mx.array] | None = None
 
@@ -283,6 +285,7 @@ class RankedCall:
     ) -> tuple[mx.array, bool]:
         """The sum, and whether all ranks computed theirs from the same routing."""
         experts, ranks, width = self.experts, self.experts.ranks, self.shape[-1]
+        begun = perf_counter()
         if ids.min() < 0 or ids.max() >= len(experts.placement.parts):
             raise InvalidArgument(
                 f"{experts.name}: expert {ids.max()} of {len(experts.placement.parts)}"
@@ -292,7 +295,10 @@ class RankedCall:
         experts.partial(x, ids, scores, buffer[:-CHECKS].reshape(rows, width))
         facts = (experts.number, experts.calls, ids.shape, ids)
         buffer[-CHECKS:] = ranks.checksums(*facts, *([] if scores is None else [scores]))
+        computed = perf_counter()
         total = ranks.all_sum(mx.array(buffer), what)
+        done = perf_counter()
+        experts.counters.add(len(ids), done - begun, done - computed)
         alike = not np.array(total, copy=False)[-CHECKS:].any()
         return total[:-CHECKS], alike
 

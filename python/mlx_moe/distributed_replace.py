@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from .distributed import Ranks
+from .distributed import Ranks, ranks_of
 from .distributed_counts import Histograms
 from .distributed_layer import Part, RankedExperts
 from .distributed_placement import Placement, place_layer
@@ -55,7 +55,8 @@ class Shared:
                         module[child][part] = ranked.held[child, part]
             if keep:
                 ranked.originals = found
-            module.__dict__["_moe_layer"].ranked = ranked
+            state = module.__dict__["_moe_layer"]
+            state.ranked, state.counters.ranks = ranked, ranked.counters
 
 
 def is_shared(module: Any) -> bool:
@@ -114,7 +115,7 @@ def share(
         RankLost: a rank ended.
         UnsupportedLayer: adapters, or a layer that was shared already.
     """
-    ranks = group if isinstance(group, Ranks) else Ranks(group)
+    ranks = ranks_of(group)
     sharded = {
         id(module)
         for _, module, parent in find_modules(model, lambda m: switch_kind(m) is not None)

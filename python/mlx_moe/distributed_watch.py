@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import select
 import socket
 import sys
 import threading
@@ -12,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from .distributed_peers import BEAT, DONE, FAILED, Line, addresses, listen, meet
+from .ready import readable
 
 GRACE = 3.0  # seconds in which an error of the backend may end this rank before we do
 ENDED = 1  # exit code
@@ -70,6 +70,10 @@ class Watchdog(threading.Thread):
         with suppress(OSError):
             self._wake.send(b"!")
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def lost(self, what: str, error: str) -> str:
         """What to say of an error in a collective."""
         if self._gone is None:  # the line may tell within a moment who it was
@@ -84,7 +88,7 @@ class Watchdog(threading.Thread):
         last = time.monotonic()
         while not self._closed:
             watched: list[Any] = [self._woken, *self._lines.values()]
-            ready, _, _ = select.select(watched, [], [], self.tick)
+            ready = readable(watched, self.tick)
             now = time.monotonic()
             if now - last > self.timeout / 2:  # it was us who slept
                 self._forgive(now)

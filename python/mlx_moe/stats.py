@@ -34,6 +34,7 @@ class Counters:
         fallbacks: forwards that stock code ran, by reason.
         static: what the static path did, None without a plan.
         schedule: gives what following the plan did, None where it is not followed.
+        ranks: what sharing the experts over ranks took, None where they are not shared.
     """
 
     def __init__(self, name: str, logged: set[str]):
@@ -45,6 +46,7 @@ class Counters:
         self.fallbacks: dict[str, int] = {}
         self.static: StaticCounters | None = None
         self.schedule: Callable[[], dict[str, float]] | None = None
+        self.ranks: RankCounters | None = None
 
     def called(self, tokens: int) -> None:
         with self._lock:
@@ -80,10 +82,43 @@ class Counters:
             counts["static"] = self.static.as_dict()
         if self.schedule is not None:
             counts["schedule"] = self.schedule()
+        if self.ranks is not None:
+            counts["ranks"] = self.ranks.as_dict()
         return counts
 
     def __deepcopy__(self, memo: dict) -> "Counters":
         return Counters(self.name, set())
+
+
+class RankCounters:
+    """What one layer's forwards over ranks took; safe to use from several threads.
+
+    Attributes:
+        size: ranks.
+        counts: `sums`, `seconds` of forwards (own experts and the sum), `sum_seconds` of them for
+            the sum and waiting for it; with `token_` before it, of single tokens among them.
+    """
+
+    COUNTS = ("sums", "seconds", "sum_seconds")
+
+    def __init__(self, size: int):
+        self.size = size
+        self._lock = threading.Lock()
+        self.counts: dict[str, float] = dict.fromkeys(
+            (*self.COUNTS, *(f"token_{name}" for name in self.COUNTS)), 0
+        )
+
+    def add(self, tokens: int, seconds: float, sum_seconds: float) -> None:
+        """Of one forward."""
+        with self._lock:
+            for prefix in ("", "token_") if tokens == 1 else ("",):
+                self.counts[f"{prefix}sums"] += 1
+                self.counts[f"{prefix}seconds"] += seconds
+                self.counts[f"{prefix}sum_seconds"] += sum_seconds
+
+    def as_dict(self) -> dict[str, float]:
+        with self._lock:
+            return {"size": self.size, **self.counts}
 
 
 class StaticCounters:

@@ -9,18 +9,14 @@ from typing import Any
 from ..loading import Replaced
 from ..machine import as_size
 from ..replacement import FACTS, ReplacedLayer
-from ..stats import Counters
+from ..stats import Counters, RankCounters
 from ..store_report import StoreReport
 from ..tables import table
 
-UNUSUAL = (
-    *("extra_tiles", "recomputed_tiles", "failed_tiles", "stale", "without_scores"),
-    "cold_groups",
-)
 COUNTS = ("tokens", "calls", "kernel calls", "small", "fallbacks")
 UNUSUAL = (
     *("extra_tiles", "recomputed_tiles", "failed_tiles", "stale", "without_scores"),
-    "nan_importance",
+    *("cold_groups", "nan_importance"),
 )
 Cell = str | int | None
 
@@ -82,7 +78,7 @@ def write(all_: Sequence[Record | StoreRecord], form: str) -> None:
     else:
         text = table([FACTS[0], "layers", *FACTS[1:], *COUNTS], summary(ran))
     if form != "json":
-        lines = static_summary(ran), schedule_summary(ran)
+        lines = static_summary(ran), schedule_summary(ran), ranks_summary(ran)
         text += "".join(f"\n{line}" for line in lines if line)
         stores = [record for record in all_ if isinstance(record, StoreRecord)]
         text += "".join(f"\n{store_summary(record.report.stats())}" for record in stores)
@@ -115,6 +111,30 @@ def schedule_summary(ran: Iterable[Record]) -> str:
         f"{as_size(int(total['bytes_moved']))} moved; {total['declined']} shifts that did not pay"
         + (f"; {total['failed']} changes failed" if total["failed"] else "")
     )
+
+
+def ranks_summary(ran: Iterable[Record]) -> str:
+    """What the sums over ranks took, in a line, and whether single tokens paid for them; empty
+    where there were none."""
+    shared = [r.counters.ranks.as_dict() for r in ran if r.counters and r.counters.ranks]
+    total = {key: sum(counts[key] for counts in shared) for key in RankCounters.COUNTS}
+    if not total or not total["sums"]:
+        return ""
+    text = (
+        f"ranks: {total['sums']} sums took {total['sum_seconds']:.2f} s of the "
+        f"{total['seconds']:.2f} s of the experts' layers"
+    )
+    seconds = sum(counts["token_seconds"] for counts in shared)
+    if seconds:
+        share = sum(counts["token_sum_seconds"] for counts in shared) / seconds
+        size = int(shared[0]["size"])
+        text += f", {share:.0%} of it at one token"
+        if share > (size - 1) / size:  # the rest would take one process `size` times as long
+            text += (
+                f": more than {size} ranks save there; one process with room for all experts "
+                "would be faster"
+            )
+    return text
 
 
 def store_summary(stats: dict[str, Any]) -> str:
