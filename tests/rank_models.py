@@ -226,7 +226,8 @@ def replaced_before(ranks: Ranks) -> dict[str, Any]:
     model.eval()
     forwards(model)
     kernels = [layer["kernel_calls"] for layer in replacement.stats().values()]
-    return {"kernels": kernels, "note": replacement.note}
+    shared = [layer["ranks"] for layer in replacement.stats().values()]
+    return {"kernels": kernels, "note": replacement.note, "ranks": shared}
 
 
 def watches(ranks: Ranks) -> int:

@@ -133,6 +133,15 @@ def test_layers_replaced_before(found: list[dict[str, Any]]) -> None:
         assert "experts of 2 layers stay whole: the 128 inner" in rank["replaced before"]["note"]
 
 
+def test_time_in_sums_is_counted(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        for counts in rank["replaced before"]["ranks"]:  # a prompt and a token
+            assert (counts["size"], counts["sums"], counts["token_sums"]) == (2, 2, 1)
+            for of in ("", "token_"):
+                assert 0 < counts[f"{of}sum_seconds"] < counts[f"{of}seconds"]
+            assert counts["token_seconds"] < counts["seconds"]
+
+
 def test_one_slice_is_a_copy() -> None:
     """A view would keep all experts in memory, and the kernels do not read its columns."""
     module = SwitchGLU(64, 4096, 4)

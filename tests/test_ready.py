@@ -46,17 +46,19 @@ def test_what_can_be_read(many_files: None) -> None:
 
 
 def test_a_rank_with_many_files_is_watched(many_files: None) -> None:
-    ours, theirs = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        ours, _ = server.accept()
     watch = Watchdog(0, 2, 60)
     watch.tick = 0.02
-    watch._lines = {1: Line(ours)}
-    heard = watch._lines[1].heard
+    line = Line(ours)
+    watch._lines, heard = {1: line}, line.heard
     watch.start()
     theirs.send(BEAT + b"\n")
     deadline = time.monotonic() + 10
-    while watch._lines[1].heard == heard and time.monotonic() < deadline:
+    while line.heard == heard and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert watch.is_alive() and watch._lines[1].heard > heard
+    assert watch.is_alive() and line.heard > heard
     watch.close()
     watch.join(10)
     assert not watch.is_alive()

@@ -157,6 +157,6 @@ class Watchdog(threading.Thread):
             line.send(FAILED, f"rank {self.rank}: {why}".encode())
         with suppress(OSError, ValueError):
             sys.stdout.flush()
-        # Unbuffered, and whatever the main thread holds.
-        os.write(2, f"mlx_moe: error: rank {self.rank} of {self.size}: {why}; ending\n".encode())
+        # Unbuffered, whatever the main thread holds, and beneath a text that was cut off.
+        os.write(2, f"\nmlx_moe: error: rank {self.rank} of {self.size}: {why}; ending\n".encode())
         os._exit(ENDED)
