@@ -98,6 +98,17 @@ def test_what_is_being_written_stays(filled: Path) -> None:
     assert cache.entries() == []
 
 
+def test_locks_are_neither_listed_nor_deleted(filled: Path) -> None:
+    """Whoever holds one would go on, and the next one would hold another."""
+    lock = filled / "profiles" / ".mine.json.lock"
+    lock.touch()
+    old = time.time() - 2 * cache.SETTLED
+    os.utime(lock, (old, old))
+    assert len(cache.entries()) == 3
+    cache.clear(cache.entries())
+    assert lock.exists()
+
+
 def test_an_entry_that_another_process_deleted(filled: Path) -> None:
     found = cache.entries(["profiles"])
     found[0].path.unlink()

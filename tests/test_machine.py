@@ -2,10 +2,20 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mlx_moe import core, machine
-from mlx_moe.machine import as_size, available_bytes, chip, cpu_quota, memory_bytes, this_machine
+from mlx_moe.expert_memory import free_bytes
+from mlx_moe.machine import (
+    as_size,
+    available_bytes,
+    chip,
+    cpu_quota,
+    memory_bytes,
+    resident_bytes,
+    this_machine,
+)
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:
@@ -138,3 +148,19 @@ def test_available_memory_of_macos(monkeypatch: pytest.MonkeyPatch) -> None:
     assert available_bytes() == 16384 * 33400
     monkeypatch.setattr("mlx_moe.machine._command", lambda *_: "")
     assert available_bytes() is None
+
+
+def test_memory_of_this_process_is_what_it_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 64 << 20
+    before = resident_bytes()
+    held = np.ones(size, np.uint8)
+    grown = resident_bytes() - before
+    del held
+    assert grown > 0.9 * size and resident_bytes() - before < 0.5 * size  # it was more once
+    monkeypatch.setattr("mlx_moe.expert_memory.memory_bytes", lambda: 10_000)
+    monkeypatch.setattr("mlx_moe.expert_memory.available_bytes", lambda: None)
+    monkeypatch.setattr("mlx_moe.expert_memory.resident_bytes", lambda: 3_000)
+    assert free_bytes() == 6_000
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    monkeypatch.setattr("mlx_moe.machine._command", lambda *_: " 1234\n")
+    assert resident_bytes() == 1234 * 1024

@@ -24,7 +24,11 @@ from store_model import (
 from mlx_moe import core
 from mlx_moe.errors import InvalidArgument, MemoryLimit, StoreBusy, StoreClosed
 from mlx_moe.store import ExpertStore
+from mlx_moe.store import _figures as store_figures
+from mlx_moe.store_counts import ExpertCounts
 from mlx_moe.store_files import Checkpoint
+from mlx_moe.store_prefetch import Ahead, Trial
+from mlx_moe.store_report import StoreReport
 
 POLICIES = ("lru", "lfu", "lfu:1", "pinned")
 
@@ -102,11 +106,66 @@ def test_bits_with_biases_and_other_activations(tmp_path: Path, kind: str) -> No
         run_all(store, layers, (7,), summed=False)
 
 
-def test_bits_of_prompts_longer_than_the_kernels_sum_at_a_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "bias"), (("glu", False), ("glu", True), ("mlp", True)))
+def test_bits_of_prompts_longer_than_the_kernels_sum_at_a_time(
+    kind: str, bias: bool, tmp_path: Path
+) -> None:
+    layers = make_layers(kind=kind, bias=bias)
+    folder = write_checkpoint(tmp_path, layers)
+    with opened(folder, layers, 4, kind) as store:
+        run_all(store, layers, (2060, 1))
+        run_all(store, layers, (2060,), summed=False)
+
+
+@pytest.mark.parametrize("slots", (2 * TOP_K - 1, TOP_K))
+def test_an_error_that_is_kept_keeps_no_slots(slots: int, tmp_path: Path) -> None:
+    """Its traceback has the frames, and these had the matrices; with few slots in waves."""
     layers = make_layers(1)
     folder = write_checkpoint(tmp_path, layers)
-    with opened(folder, layers, 4) as store:
-        run_all(store, layers, (2051,))
+    (layer,) = layers.values()
+    with opened(folder, layers, slots, timeout=0.1) as store:
+        (stored,) = store.layers.values()
+        forward = forward_for(stored.experts, layer)
+
+        class Fails:
+            def whole(self, x: Any, ids: Any, scores: Any, matrices: Any) -> mx.array:
+                def fail(_: Any) -> None:
+                    raise KeyError("inner")
+
+                try:
+                    fail(matrices)
+                except KeyError:
+                    raise ValueError("not computed")  # noqa: B904
+
+            def rows(self, x: Any, ids: Any, matrices: Any) -> mx.array:
+                return self.whole(x, ids, None, matrices)
+
+        kept = []
+        for pairs in ([[0, 1]], [[0, 1], [2, 3]]):
+            x = inputs(len(pairs))[0]
+            with pytest.raises(ValueError, match="not computed") as raised:
+                stored.run(x, mx.array(pairs), None, Fails())  # type: ignore[arg-type]
+            kept.append(raised.value)
+            ids = mx.array([[4, 5]])
+            x = inputs(1)[0]
+            found = stored.run(x, ids, None, forward)
+            assert_same(found, resident(layer, stored.experts, forward, x, ids, None))
+        assert len(kept) == 2
+
+
+def test_stats_say_whether_reads_still_go_past_the_page_cache() -> None:
+    class Reader:
+        direct = True
+
+        def stats(self) -> dict[str, Any]:
+            return {"hits": 0, "misses": 0, "prefetch_useful": 0}
+
+    reader: Any = Reader()
+    ahead = Ahead(ExpertCounts([("a", 1)]), Trial(reader.stats), lambda *_: None)
+    report = StoreReport(reader, {})
+    assert store_figures(report, reader, ahead)["direct"] is True
+    reader.direct = False  # as when the filesystem refused one
+    assert store_figures(report, reader, ahead)["direct"] is False
 
 
 def test_threads_share_a_store(tmp_path: Path) -> None:
@@ -164,9 +223,12 @@ def test_a_limit_below_one_token_is_refused_by_name(tmp_path: Path) -> None:
 def test_wrong_arguments(tmp_path: Path) -> None:
     layers = make_layers(1)
     folder = write_checkpoint(tmp_path, layers)
-    for policy in ("best", "lfu:x", "lru:3"):
+    for policy in ("best", "lfu:x", "lfu:", "lfu:0", "lru:3", "pinned:2", ""):
         with pytest.raises(InvalidArgument, match="polic"):
             opened(folder, layers, 4, policy=policy)
+    checkpoint = Checkpoint.open(folder)
+    with pytest.raises(InvalidArgument, match="given the experts to pin"):
+        ExpertStore(checkpoint, found_experts(checkpoint, layers), 1 << 20, policy="pinned")
     with opened(folder, layers, 4) as store:
         (stored,) = store.layers.values()
         forward = forward_for(stored.experts, next(iter(layers.values())))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import signal
 import stat
@@ -18,10 +19,18 @@ import pytest
 from store_model import EXPERTS, forward_for, inputs, make_layers, write_checkpoint
 from test_store import opened, run_all
 
+from mlx_moe import store_counts
 from mlx_moe.cache_replay import CHOICES, best_policy, replay
 from mlx_moe.errors import CorruptFile, InvalidArgument, MoEError
 from mlx_moe.identity import ModelIdentity
-from mlx_moe.store_counts import FEWEST, LARGEST, ExpertCounts, counts_path, load_counts
+from mlx_moe.store_counts import (
+    FEWEST,
+    LARGEST,
+    ExpertCounts,
+    counts_path,
+    load_counts,
+    locked,
+)
 from mlx_moe.store_prefetch import WINDOW, WINDOWS, Ahead, Trial
 
 LAYERS = [("a", 4), ("b", 5)]
@@ -153,6 +162,96 @@ def test_a_place_that_cannot_be_written_is_an_error_by_name(tmp_path: Path) -> N
     (tmp_path / "file").write_text("")
     with pytest.raises(MoEError, match="cannot write"):
         ExpertCounts(LAYERS).save(tmp_path / "file" / "counts.npz")
+
+
+def test_a_file_that_cannot_be_read_is_told_once_and_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "counts.npz"
+    path.write_bytes(b"no counts")
+    layers = make_layers(1)
+    folder = write_checkpoint(tmp_path / "model", layers)
+    described = [(name, EXPERTS) for name in layers]
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert load_counts(path, described, None) is None
+        assert caplog.text.count("counting starts anew") == 1
+        for how in ("exists", "is_file", "stat"):  # as in a directory that is not ours
+
+            def refuse(*_: Any) -> None:
+                raise PermissionError(13, "Permission denied")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Path, how, refuse)
+                assert load_counts(path, described, None) is None
+        # What was decoded by a model whose tokens take more experts than fit here.
+        counts = ExpertCounts(described)
+        for _ in range(FEWEST):
+            counts.decoded([np.arange(6)])
+        path.unlink()
+        counts.save(path)
+        with opened(folder, layers, 4, counts=path, policy="auto") as store:
+            assert store.policy == "lfu:32"
+            run_all(store, layers, (1,))
+    assert "decoded last tell nothing" in caplog.text
+
+
+def test_no_forward_waits_for_the_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While another process has it."""
+    layers, path = make_layers(1), tmp_path / "counts.npz"
+    folder = write_checkpoint(tmp_path / "model", layers)
+    with caplog.at_level(logging.WARNING), opened(folder, layers, 8, counts=path) as store:
+        with locked(path, 0):
+            monkeypatch.setattr(ExpertCounts.save, "__defaults__", (None, 0.01))
+            for _ in range(2):
+                store._keep()
+            assert caplog.text.count("another process held") == 1
+            monkeypatch.setattr(ExpertCounts.save, "__defaults__", (None, 30.0))
+            store._keep_at = 0.0
+            begin = time.monotonic()
+            run_all(store, layers, (1, 1))
+            assert time.monotonic() - begin < 15 and store._keep_at == math.inf
+        until = time.monotonic() + 30
+        while store._keep_at == math.inf:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert path.exists()
+    assert ExpertCounts.load(path).uses[0].sum() == store.counts.uses[0].sum() > 0
+
+
+def test_what_is_counted_while_a_file_is_written_is_lost_neither_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other = tmp_path / "counts.npz", ExpertCounts(LAYERS)
+    other.decoded([np.array([3]), np.array([4])])
+    other.uses[0][:] = [LARGEST, 0, 0, 7]
+    other.save(path)
+    counts = ExpertCounts(LAYERS)
+    ahead = Ahead(counts, Trial(lambda: {"bytes_read": 0}), lambda *_: None)
+
+    def token(*experts: int) -> None:
+        assert not ahead.lock.locked()
+        for layer, expert in enumerate(experts):
+            ahead.routed(layer, np.array([[expert]]))
+
+    write = store_counts.write_npz
+
+    def writing(*given: Any) -> None:
+        write(*given)
+        token(1, 2)
+
+    token(0, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(store_counts, "write_npz", writing)
+        ahead.save(path)
+    np.testing.assert_array_equal(counts.uses[0], [(LARGEST + 1) // 2, 1, 0, 3])
+    ahead.save(path)
+    found = ExpertCounts.load(path)
+    np.testing.assert_array_equal(found.uses[0], [(LARGEST + 1) // 2, 1, 0, 3])
+    np.testing.assert_array_equal(found.uses[1], [0, 1, 1, 0, 0])
+    assert [token[0].tolist() for token in found.recent] == [[3], [0], [1]]
 
 
 SAVING = """

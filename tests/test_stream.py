@@ -347,6 +347,8 @@ def test_a_store_goes_with_its_model_and_keeps_the_counts(made: Any) -> None:
         ({"expert_memory": "9" * 400, "checkpoint": "."}, InvalidArgument, "more than any size"),
         ({"expert_memory": ExpertMemory(1, policy=None)}, InvalidArgument, "policy is None"),  # type: ignore[arg-type]
         ({"expert_memory": ExpertMemory(1, direct="x")}, InvalidArgument, "direct is 'x'"),  # type: ignore[arg-type]
+        ({"expert_memory": ExpertMemory(1, policy="lfv")}, InvalidArgument, "policy 'lfv'"),
+        ({"expert_memory": ExpertMemory(1, policy="pinned")}, InvalidArgument, "'pinned' is for"),
         ({"expert_memory": "1GB", "checkpoint": "no/such"}, ModelNotFound, "no/such"),
         ({"expert_memory": "1kB"}, MemoryLimit, "raise it"),
         ({"expert_memory": ExpertMemory("1GB", "lfu:9999999999")}, InvalidArgument, "lfu:TOKENS"),

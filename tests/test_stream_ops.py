@@ -15,6 +15,7 @@ from families import FAMILIES, build, quantize
 from stored_models import assert_same, expert_arrays, forwards, save
 
 from mlx_moe import bank_store, core, replace_moe_layers, store_bank_ops
+from mlx_moe.cli.report import store_summary
 from mlx_moe.errors import ExpertsOnDisk, FileChanged, MemoryLimit, ReadFailed, StoreClosed
 from mlx_moe.expert_memory import ExpertMemory
 from mlx_moe.placeholders import is_placeholder
@@ -66,6 +67,7 @@ def test_where_all_fit_nothing_is_read_on_the_host(tmp_path: Path, monkeypatch: 
     stats = replacement.stats()["store"]
     assert stats["bytes_read"] == asked == stats["total_bytes"]
     assert stats["misses"] == stats["evictions"] == 0
+    assert store_summary(stats).endswith("in memory since the start")
     block = model.model.layers[0].mlp  # what never moves can be traced
     x = mx.random.normal((1, 3, 64))
     assert_same([mx.compile(block)(x)], [block(x)])

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cache_policies import Lfu, Lru, Policy
-from .cache_replay import TOKENS
+from .cache_replay import store_policy
 from .custom import evaluate
-from .errors import InvalidArgument, MemoryLimit, StoreClosed
+from .errors import MemoryLimit, StoreClosed
 from .identity import ModelIdentity
 from .store import _logged
 from .store_bank import Bank, BankFiles, Shapes
@@ -217,10 +217,8 @@ def _finish(
 
 
 def _policy(name: str, experts: int, uses: int) -> Policy:
-    kind, _, tokens = name.partition(":")
-    if name != "lru" and (kind != "lfu" or (tokens and not tokens.isdecimal())):
-        raise InvalidArgument(f"policy {name!r}; expected lru, lfu or lfu:TOKENS")
-    return Lru(experts) if kind == "lru" else Lfu(experts, int(tokens or TOKENS) * uses)
+    kind, tokens = store_policy(name)
+    return Lru(experts) if kind == "lru" else Lfu(experts, tokens * uses)
 
 
 def _nbytes(shapes: Shapes) -> int:

@@ -18,6 +18,7 @@ KINDS = {
     "counts": "how often each expert was used",
     "profiles": "what `mlx_moe tune` measured",
 }
+LOCK = ".lock"  # how files end that processes hold each other off with: they stay
 SETTLED = 3600.0  # seconds; a hidden entry that has not changed for so long is nobody's work
 
 
@@ -88,7 +89,8 @@ def entries(kinds: Iterable[str] = tuple(KINDS)) -> list[Entry]:
             continue
         except OSError as error:
             raise MoEError(f"cannot read the cache {directory}: {error.strerror}") from error
-        found += [entry for path in paths if (entry := _entry(kind, path)) is not None]
+        shown = (path for path in paths if not path.name.endswith(LOCK))
+        found += [entry for path in shown if (entry := _entry(kind, path)) is not None]
     return found
 
 

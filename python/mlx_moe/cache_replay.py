@@ -68,6 +68,23 @@ def steps(trace: Trace) -> list[NDArray[np.int64]]:
     return [part + first[layer] for part, layer in zip(parts, trace.layer, strict=True)]
 
 
+def store_policy(name: str, pinned: bool = False) -> tuple[str, int]:
+    """Kind of a store's policy and the tokens after which lfu halves its counts.
+
+    pinned: there are experts to pin. Raises InvalidArgument for what is no policy of a store.
+    """
+    kind, colon, tokens = name.partition(":")
+    if name == "pinned" and not pinned:
+        raise InvalidArgument(
+            "policy 'pinned' is for an ExpertStore that is given the experts to pin; expected "
+            "auto, lru, lfu or lfu:TOKENS"
+        )
+    good = tokens.isdecimal() and len(tokens) < 10 and int(tokens) > 0
+    if name not in ("lru", "lfu", "pinned") and not (kind == "lfu" and colon and good):
+        raise InvalidArgument(f"policy {name!r}; expected auto, lru, lfu or lfu:TOKENS")
+    return kind, int(tokens or TOKENS)
+
+
 def make_policy(name: str, trace: Trace, order: NDArray[np.int64], budget: int) -> Policy:
     """A policy by name. order: every use of the trace in order, as it will be."""
     experts = len(trace.sizes)

@@ -1,12 +1,11 @@
 """How much memory the experts of a model may take, and how it is used."""
 
-import resource
-import sys
 from dataclasses import dataclass
 from typing import Any
 
+from .cache_replay import store_policy
 from .errors import InvalidArgument
-from .machine import available_bytes, memory_bytes
+from .machine import available_bytes, memory_bytes, resident_bytes
 from .sizes import share, size_bytes
 
 AUTO = "auto"
@@ -19,7 +18,7 @@ class ExpertMemory:
 
     Attributes:
         limit: bytes, or as text "8GB", "500MiB", "25%" (of all experts), or "auto": what is free.
-        policy: by which experts go, as for `ExpertStore`.
+        policy: by which experts go: "lru", "lfu", "lfu:TOKENS" or "auto", see `ExpertStore`.
         prefetch: read ahead while decoding, for as long as it helps.
         counts: keep counts of what was used for the next run, and begin with those of the last.
         direct: read past the page cache; None: where that cannot hold what the limit does not.
@@ -51,6 +50,8 @@ class ExpertMemory:
         """Raise InvalidArgument for what cannot be, before a model is read."""
         if not isinstance(self.policy, str):
             raise InvalidArgument(f"policy is {self.policy!r}; expected text such as 'lru'")
+        if self.policy != AUTO:
+            store_policy(self.policy)
         if not (self.direct is None or isinstance(self.direct, bool)):
             raise InvalidArgument(f"direct is {self.direct!r}; expected True, False or None")
         if self.limit != AUTO:
@@ -86,11 +87,5 @@ def free_bytes() -> int:
     memory = memory_bytes()
     if memory is None:
         raise InvalidArgument("this system does not say how much memory is free: give a size")
-    free = min(memory - _resident(), available_bytes() or memory)
+    free = min(memory - resident_bytes(), available_bytes() or memory)
     return int(free - SPARE * memory)
-
-
-def _resident() -> int:
-    """The most memory that this process had."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -125,6 +125,15 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     return int(found.group(1)) * 1024 if found else None
 
 
+def resident_bytes(root: Path = Path("/")) -> int:
+    """What this process has in memory now; 0 where the system does not say."""
+    if platform.system() == "Darwin":
+        text = _command("ps", "-o", "rss=", "-p", str(os.getpid())).strip()
+        return int(text) * 1024 if text.isdigit() else 0
+    pages = _text(root / "proc/self/statm").split()[1:2]
+    return int(pages[0]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
+
+
 def _from_vm_stat(text: str) -> int | None:
     """What macOS's vm_stat counts as free or soon to be."""
     page = re.search(r"page size of (\d+) bytes", text)

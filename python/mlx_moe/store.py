@@ -1,8 +1,11 @@
 """Experts that stay in the checkpoint's files and are read into slots when they are routed to."""
 
 import logging
+import math
 import os
+import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +17,7 @@ from numpy.typing import NDArray
 
 from . import core
 from .cache_policies import ONE, waves
-from .cache_replay import TOKENS, best_policy
+from .cache_replay import TOKENS, best_policy, store_policy
 from .custom import evaluate
 from .errors import InvalidArgument, MemoryLimit, MoEError
 from .identity import ModelIdentity
@@ -30,7 +33,6 @@ log = logging.getLogger(__name__)
 READERS = 4  # threads
 TIMEOUT = 60.0  # seconds to wait for slots that other forwards hold
 KEEP = 60.0  # seconds between two savings of the counts while tokens are decoded
-SUM_TOKENS = 2048  # tokens whose experts are bucketed together before a weighted sum (ffn.cpp)
 
 
 class ExpertStore:
@@ -100,17 +102,15 @@ class ExpertStore:
         sizes = [slot_bytes(checkpoint, layer) for layer in layers]
         self._check_limit(sizes)
         self.policy = self._choose(sizes) if policy == "auto" else policy
-        kind, _, tokens = self.policy.partition(":")
-        if tokens and not (kind == "lfu" and tokens.isdecimal() and len(tokens) < 10):
-            raise InvalidArgument(f"policy {policy!r}; expected lru, lfu, lfu:TOKENS or pinned")
+        kind, tokens = store_policy(self.policy, bool(pinned))
         uses = sum(self._top_k.get(layer.name, 1) for layer in layers)
         self._core = core.Store(
             [str(path) for path in checkpoint.paths],
             [(x.name, [p.source() for p in x.projections.values()]) for x in layers],
             self.memory,
             policy=kind,
-            period=int(tokens or TOKENS) * uses,
-            counts=self._expected(int(tokens or TOKENS)) if kind == "lfu" else [],
+            period=tokens * uses,
+            counts=self._expected(tokens) if kind == "lfu" else [],
             pinned=[int(first[layer]) + expert for layer, expert in pinned],
             readers=readers,
             direct=direct,
@@ -123,10 +123,9 @@ class ExpertStore:
             "policy": self.policy,
             "limit_bytes": self.memory,
             "total_bytes": self.total_bytes,
-            "direct": direct,
         }
         self.report = StoreReport(self, facts)
-        self._keep_at = time.monotonic() + KEEP
+        self._keep_at, self._warned = time.monotonic() + KEEP, False
         kept = (os.getpid(), self._core, self.ahead, self.report, self._path)
         self._finish = weakref.finalize(self, _finish, *kept)
         if warm and not self.counts.empty:
@@ -145,8 +144,13 @@ class ExpertStore:
 
     def _choose(self, sizes: list[int]) -> str:
         """The policy that would have been best for what was decoded last."""
-        trace = self.counts.trace(sizes)
-        return f"lfu:{TOKENS}" if trace is None else best_policy(trace, self.memory)
+        usual = f"lfu:{TOKENS}"
+        try:
+            trace = self.counts.trace(sizes)
+            return usual if trace is None else best_policy(trace, self.memory)
+        except MoEError as error:  # tokens of another top-k, or no tokens of this model
+            log.warning("the tokens decoded last tell nothing of this run: %s", error)
+            return usual
 
     def _expected(self, tokens: int) -> list[int]:
         """What lfu's counts begin with: as if so many tokens had been like those of before."""
@@ -189,7 +193,7 @@ class ExpertStore:
     def stats(self) -> dict[str, Any]:
         """Counts since it was opened: `core.Store.stats`, hit_rate, policy, limit and total of
         bytes, and whether reads ahead are on (None: still tried)."""
-        return self.report.figures(self._core.stats(), self.ahead.trial.decided)
+        return _figures(self.report, self._core, self.ahead)
 
     def check_files(self) -> None:
         """Raise FileChanged if a file was replaced since it was opened: call it once the other
@@ -202,10 +206,25 @@ class ExpertStore:
             self.ahead.save(self._path)
 
     def keep_counts(self) -> None:
-        """Save the counts now and then, so that a process that is killed has kept most of them."""
-        if self._path is not None and (now := time.monotonic()) >= self._keep_at:
-            self._keep_at = now + KEEP
-            _logged(self.save_counts)
+        """Save the counts now and then, so that a process that is killed has kept most of them;
+        in the background, so that no forward waits for a disk or another process."""
+        if self._path is None or time.monotonic() < self._keep_at:
+            return
+        self._keep_at = math.inf
+        try:
+            threading.Thread(target=self._keep, name="mlx_moe counts", daemon=True).start()
+        except RuntimeError:  # the system starts no thread
+            self._keep_at = time.monotonic() + KEEP
+
+    def _keep(self) -> None:
+        try:
+            self.save_counts()
+            self._warned = False
+        except MoEError as error:
+            log.log(logging.DEBUG if self._warned else logging.WARNING, "%s", error)
+            self._warned = True
+        finally:
+            self._keep_at = time.monotonic() + KEEP
 
     def close(self) -> None:
         """Stop reading and keep the counts; a failure to write them is logged."""
@@ -227,10 +246,15 @@ def _finish(
     """What closing takes, without the store itself."""
     if os.getpid() != process:  # a forked child has neither its threads nor its counts
         return
-    report.final = report.figures(reader.stats(), ahead.trial.decided)
+    report.final = _figures(report, reader, ahead)
     reader.close()
     if path is not None:
         _logged(lambda: ahead.save(path))
+
+
+def _figures(report: StoreReport, reader: core.Store, ahead: Ahead) -> dict[str, Any]:
+    found = reader.stats() | {"direct": reader.direct}  # which a filesystem can refuse at any read
+    return report.figures(found, ahead.trial.decided)
 
 
 def _logged(save: Callable[[], None]) -> None:
@@ -270,9 +294,23 @@ class StoredLayer:
         Raises:
             ReadFailed, FileChanged, StoreBusy, StoreClosed: see errors.
         """
-        store, chosen = self.store, np.array(ids)
         if self.number == 0:
-            store.keep_counts()
+            self.store.keep_counts()
+        try:
+            return self._run(x, np.array(ids), ids, scores, forward)
+        except BaseException as error:
+            _let_go(error)
+            raise
+
+    def _run(
+        self,
+        x: mx.array,
+        chosen: NDArray[Any],
+        ids: mx.array,
+        scores: mx.array | None,
+        forward: Forward,
+    ) -> mx.array:
+        store = self.store
         if chosen.size > self.capacity:
             wanted = np.unique(chosen).astype(np.int64)
             if len(wanted) > self.capacity:
@@ -302,12 +340,13 @@ class StoredLayer:
         reader, k = self.store._core, ids.shape[1]
         there = np.isin(wanted, reader.resident(self.number))
         parts = waves(wanted, there, self.capacity)
+        block = None if scores is None else forward.bucketed
         flat, y = ids.reshape(-1), None
         for i, part in enumerate(parts):
             with self._held(part) as held:
                 if i + 1 < len(parts):
                     reader.prefetch(self.number, parts[i + 1].astype(np.int32))
-                for place in _blocks(np.flatnonzero(np.isin(flat, part)), scores is not None, k):
+                for place in _blocks(np.flatnonzero(np.isin(flat, part)), block, k):
                     tokens, experts = mx.array(place // k), mx.array(flat[place][:, None])
                     rows = forward.rows(x[tokens], experts, held.matrices)
                     if y is None:
@@ -322,16 +361,25 @@ class StoredLayer:
         return y if scores is None else forward.weighted(y, scores, matrices)
 
 
+def _let_go(error: BaseException) -> None:
+    """Whoever keeps an error keeps the frames that it came through; these let go of slots."""
+    causes: list[BaseException | None] = [error]
+    for cause in causes:
+        if cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            causes += [e for e in (cause.__cause__, cause.__context__) if e not in causes]
+
+
 def _bits(array: mx.array) -> NDArray[Any]:
     """The memory of an evaluated array, by row; writable."""
     return np.array(array.view({2: mx.uint16, 4: mx.uint32}[array.itemsize]), copy=False)
 
 
-def _blocks(places: NDArray[Any], summed: bool, k: int) -> list[NDArray[Any]]:
+def _blocks(places: NDArray[Any], tokens: int | None, k: int) -> list[NDArray[Any]]:
     """Assignments that the kernels would bucket together with all experts in memory."""
-    if not summed:
+    if tokens is None:
         return [places]
-    edges = np.flatnonzero(np.diff(places // (SUM_TOKENS * k))) + 1
+    edges = np.flatnonzero(np.diff(places // (tokens * k))) + 1
     return [block for block in np.split(places, edges) if len(block)]
 
 

@@ -3,20 +3,22 @@
 import fcntl
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .cache import cache_dir
+from .cache import LOCK, cache_dir
 from .cache_trace import MOST_EXPERTS as MOST
 from .cache_trace import Trace, TracedLayer, TraceRecorder
 from .durable import digest, scratch_path
-from .errors import CorruptFile, IdentityMismatch, MoEError
+from .errors import CorruptFile, MoEError
 from .identity import ModelIdentity, check_same
 from .json_fields import Fields, is_count
 from .npz_file import Arrays, read_npz, write_npz
@@ -27,7 +29,21 @@ FORMAT, VERSION = "mlx_moe.counts", 1
 LARGEST = 1 << 22  # of a count; then all of a layer are halved: old habits fade
 RECENT, FEWEST = 256, 64  # decoded tokens that are kept, and that a policy is chosen by
 PAIRED_TOKENS = 4  # forwards of so few tokens show what follows what
+TIMEOUT, POLL = 5.0, 0.02  # seconds: to wait for a file that others write, and between two tries
 Counted = NDArray[np.uint32]
+
+_told: dict[Path, tuple[int, int, str]] = {}  # the state of a file when it was last logged
+
+
+@dataclass
+class _Merged:
+    """What is written: the counts when it was put together, with others' the total, the last
+    tokens, and how many this process had decoded by then."""
+
+    own: list[Counted]
+    total: list[Counted]
+    recent: list[list[NDArray[np.int64]]]
+    decoded: int
 
 
 class ExpertCounts:
@@ -53,7 +69,7 @@ class ExpertCounts:
         self.follows = [part.reshape(-1, n) for part, n in zip(parts, sizes[1:], strict=True)]
         self.recent: deque[list[NDArray[np.int64]]] = deque(maxlen=RECENT)
         self._saved = self._copy()  # what of it is in the file already
-        self._added = 0  # tokens of `recent` that are not in the file
+        self._decoded = self._decoded_saved = 0  # tokens, and those of them in the file
 
     def _copy(self) -> list[Counted]:
         return [a.copy() for a in (*self.uses, *self.follows)]
@@ -85,7 +101,7 @@ class ExpertCounts:
     def decoded(self, token: list[NDArray[Any]]) -> None:
         """One token passed every layer, with these experts [k] of each."""
         self.recent.append([np.sort(ids).astype(np.int64) for ids in token])
-        self._added = min(self._added + 1, RECENT)
+        self._decoded += 1
 
     def trace(self, sizes: Sequence[int]) -> Trace | None:
         """The recent tokens as a trace; None for too few to judge by. sizes: slots' bytes."""
@@ -134,27 +150,43 @@ class ExpertCounts:
             ranked += [(-w, layer, e) for e, w in enumerate(worth.tolist()) if w > 0]
         return [(layer, expert) for _, layer, expert in sorted(ranked)]
 
-    def save(self, path: str | Path) -> None:
+    def save(
+        self,
+        path: str | Path,
+        lock: AbstractContextManager[Any] | None = None,
+        timeout: float = TIMEOUT,
+    ) -> None:
         """Add what was counted since the last save to the file; whole or not at all.
 
-        Private to the user. Raises MoEError if it cannot be written.
+        Private to the user. Raises MoEError if it cannot be written, or if another process holds
+        its lock for longer.
+
+        Args:
+            lock: of what counts; not held while a file is waited for, read or written.
+            timeout: seconds to wait for other processes.
         """
-        path = Path(path)
+        path, lock = Path(path), nullcontext() if lock is None else lock
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with locked(path):
-                self._save(path)
+            with locked(path, timeout):
+                found = load_counts(path, self.layers, self.identity)
+                with lock:
+                    merged = self._merged(found)
+                self._write(path, merged)
+                with lock:
+                    self._adopt(merged)
         except OSError as error:
             if isinstance(error, MoEError):
                 raise
             raise MoEError(f"cannot write {path}: {error}") from error
 
-    def _save(self, path: Path) -> None:
-        total = self._copy()
-        found = load_counts(path, self.layers, self.identity)
+    def _merged(self, found: "ExpertCounts | None") -> "_Merged":
+        """With what others saved meanwhile."""
+        own, recent = self._copy(), list(self.recent)
+        total = [array.copy() for array in own]
         if found is not None:
-            mine_alone = list(self.recent)[len(self.recent) - self._added :]
-            self.recent = deque([*found.recent, *mine_alone], maxlen=RECENT)
+            added = min(self._decoded - self._decoded_saved, len(recent))
+            recent = [*found.recent, *recent[len(recent) - added :]][-RECENT:]
             others = (*found.uses, *found.follows)
             for mine, saved, there in zip(total, self._saved, others, strict=True):
                 # Halved since: what is left of it.
@@ -163,6 +195,9 @@ class ExpertCounts:
         for array in total:
             while array.size and int(array.max()) > LARGEST:
                 array //= 2
+        return _Merged(own, total, recent, self._decoded)
+
+    def _write(self, path: Path, merged: "_Merged") -> None:
         meta = {
             "format": FORMAT,
             "version": VERSION,
@@ -170,19 +205,25 @@ class ExpertCounts:
             "layers": self.layers,
         }
         n = len(self.layers)
-        arrays: dict[str, NDArray[Any]] = {f"uses.{i}": total[i] for i in range(n)}
-        arrays |= {f"follows.{i}": total[n + i] for i in range(n - 1)}
-        lengths = [[len(ids) for ids in token] for token in self.recent]
+        arrays: dict[str, NDArray[Any]] = {f"uses.{i}": merged.total[i] for i in range(n)}
+        arrays |= {f"follows.{i}": merged.total[n + i] for i in range(n - 1)}
+        lengths = [[len(ids) for ids in token] for token in merged.recent]
         arrays["recent_lengths"] = np.array(lengths, np.int32).reshape(-1, n)
-        flat = [ids for token in self.recent for ids in token]
+        flat = [ids for token in merged.recent for ids in token]
         arrays["recent"] = np.concatenate([np.empty(0, np.int64), *flat]).astype(np.uint16)
         scratch = scratch_path(path)  # made first, so that it is private from its first byte
         os.close(os.open(scratch, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600))
         write_npz(path, meta, arrays)
-        for own, array in zip((*self.uses, *self.follows), total, strict=True):
-            own[...] = array
-        self._saved = self._copy()
-        self._added = 0
+
+    def _adopt(self, merged: "_Merged") -> None:
+        """Take what was written, and what was counted while it was."""
+        counted = zip((*self.uses, *self.follows), merged.own, merged.total, strict=True)
+        for own, before, total in counted:
+            own += total - before  # modulo 2**32, where that is below 0
+        since = min(self._decoded - merged.decoded, RECENT)
+        later = list(self.recent)[len(self.recent) - since :]
+        self.recent = deque([*merged.recent, *later], maxlen=RECENT)
+        self._saved, self._decoded_saved = merged.total, merged.decoded
 
     @classmethod
     def load(cls, path: str | Path) -> "ExpertCounts":
@@ -226,20 +267,32 @@ def _recent(arrays: Arrays, layers: list[tuple[str, int]]) -> Iterator[list[NDAr
 def load_counts(
     path: Path, layers: Sequence[tuple[str, int]], identity: ModelIdentity | None
 ) -> ExpertCounts | None:
-    """The counts of this very model, None where there are none; a file that is no use is logged."""
-    if not path.exists():
-        return None
+    """The counts of this very model, None where there are none; a file that is no use is logged,
+    and no error."""
     try:
+        if not path.exists():
+            return None
         counts = ExpertCounts.load(path)
         if identity is not None and counts.identity is not None:
             check_same(counts.identity, identity, str(path))
-    except (CorruptFile, IdentityMismatch) as error:
-        log.warning("%s; counting starts anew", error)
-        return None
-    if counts.layers != [(name, int(experts)) for name, experts in layers]:
-        log.warning("%s is of other layers; counting starts anew", path)
+        if counts.layers != [(name, int(experts)) for name, experts in layers]:
+            raise CorruptFile(f"{path} is of other layers")
+    except (MoEError, OSError) as error:
+        _tell_once(path, f"{error}; counting starts anew")
         return None
     return counts
+
+
+def _tell_once(path: Path, text: str) -> None:
+    """For each state that a file is in."""
+    try:
+        facts = path.stat()
+        state = facts.st_mtime_ns, facts.st_size, text
+    except OSError:
+        state = 0, 0, text
+    if _told.get(path) != state:
+        _told[path] = state
+        log.warning("%s", text)
 
 
 def counts_path(identity: ModelIdentity) -> Path:
@@ -249,12 +302,27 @@ def counts_path(identity: ModelIdentity) -> Path:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """While open no other process that asks for this has the file; a process that ends lets go."""
-    lock = path.with_name(f".{path.name}.lock")
+def locked(path: Path, timeout: float) -> Iterator[None]:
+    """While open no other process that asks for this has the file; a process that ends lets go.
+
+    Raises TimeoutError if another one has it for so many seconds.
+    """
+    lock = path.with_name(f".{path.name}{LOCK}")
     handle = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        until = time.monotonic() + timeout
+        while not _taken(handle):
+            if time.monotonic() >= until:
+                raise TimeoutError(f"another process held {lock} for {timeout:g} s")
+            time.sleep(POLL)
         yield
     finally:
         os.close(handle)
+
+
+def _taken(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False

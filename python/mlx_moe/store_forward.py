@@ -14,7 +14,14 @@ Matrices = Sequence[core.Matrix]
 
 
 class Forward(Protocol):
-    """What `StoredLayer.run` needs of a layer. Arrays that come in are evaluated."""
+    """What `StoredLayer.run` needs of a layer. Arrays that come in are evaluated.
+
+    Attributes:
+        bucketed: tokens whose assignments `whole` buckets together before a weighted sum; None for
+            all of them.
+    """
+
+    bucketed: int | None
 
     def whole(
         self, x: mx.array, ids: mx.array, scores: mx.array | None, matrices: Matrices
@@ -34,6 +41,8 @@ class Forward(Protocol):
 
 class Glu:
     """silu(gate) * up in one call of the kernels, without biases before it."""
+
+    bucketed: int | None = 2048  # as in ffn.cpp
 
     def __init__(self, experts: StoredExperts):
         self.width = list(experts.outputs.values())[-1]
@@ -66,6 +75,8 @@ class Glu:
 
 class Chain:
     """Any activation: one call a projection, and MLX's own arithmetic between them."""
+
+    bucketed: int | None = None
 
     def __init__(self, experts: StoredExperts, activation: Callable[..., mx.array]):
         """activation: as the module has it; it takes (up, gate), or fc1's output alone."""

@@ -134,11 +134,12 @@ class Ahead:
                 self._flush(thread)
 
     def save(self, path: Path) -> None:
-        """Add the counts to a file, with what tokens on their way passed so far."""
+        """Add the counts to a file, with what tokens on their way passed so far. Nothing that
+        counts meanwhile waits for the file."""
         with self.lock:
             for thread in list(self._tokens):
                 self._flush(thread)
-            self.counts.save(path)
+        self.counts.save(path, self.lock)
 
     def _flush(self, thread: int) -> None:
         token = self._tokens.pop(thread, None)

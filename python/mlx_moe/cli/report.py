@@ -140,6 +140,8 @@ def ranks_summary(ran: Iterable[Record]) -> str:
 def store_summary(stats: dict[str, Any]) -> str:
     """What a store did, in a line."""
     asked = stats["hits"] + stats["misses"] + stats["prefetch_useful"]
+    if not asked and stats["resident_bytes"] == stats["total_bytes"]:  # on a GPU; not counted then
+        return f"expert store: all {as_size(stats['total_bytes'])} in memory since the start"
     if not asked:
         return "expert store: no expert was asked for"
     ahead = f"{stats['prefetch_useful']} of {stats['prefetch_issued']} read ahead were used"
