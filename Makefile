@@ -45,12 +45,12 @@ EMULATE := $(shell grep -qs amx_bf16 /proc/cpuinfo || echo -DMLX_MOE_EMULATE_AMX
 cpp-test: $(VENV)/.dev
 	$(BIN)/cmake $(CPP_TEST) -B build/asan -DMLX_MOE_SANITIZE=address,undefined $(EMULATE)
 	$(BIN)/cmake --build build/asan
-	$(BIN)/ctest --test-dir build/asan --output-on-failure --no-tests=error
+	$(BIN)/ctest --test-dir build/asan --parallel 2 --output-on-failure --no-tests=error
 
 cpp-test-aarch64: $(VENV)/.dev
 	$(BIN)/cmake $(CPP_TEST) -B build/aarch64 -DCMAKE_TOOLCHAIN_FILE=tests/cpp/aarch64.cmake
 	$(BIN)/cmake --build build/aarch64
-	$(BIN)/ctest --test-dir build/aarch64 --output-on-failure --no-tests=error
+	$(BIN)/ctest --test-dir build/aarch64 --parallel 2 --output-on-failure --no-tests=error
 
 check-apple: $(VENV)/.apple
 	tests/apple/check.sh $(BIN) build/apple
