@@ -60,7 +60,7 @@ def test_it_prints_a_table_and_writes_the_plan(calibration: Path, tmp_path: Path
             str(layer.static_from),
         ):
             assert cell in row
-    assert "of a budget of 8000" in printed and "assumed" in printed
+    assert "of a budget of 8000 MB" in printed and "assumed" in printed
 
 
 def test_the_text_of_a_large_model_fits_a_terminal() -> None:

@@ -1,5 +1,6 @@
 """The documentation: commands and options exist, links lead somewhere, all of it is listed."""
 
+import ast
 import contextlib
 import importlib
 import io
@@ -22,6 +23,7 @@ PAGES = sorted(
 )
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"^```(?:sh|bash|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 ENDS = {"|", "<", ">", "&&", ";", ">>"}
@@ -150,6 +152,32 @@ def test_links_lead_somewhere(page: Path) -> None:
         elif anchor and anchor not in anchors(other):
             bad.append(f"{target}: no such heading of {sorted(anchors(other))}")
     assert not bad, "\n".join(bad)
+
+
+def missing_names(code: str) -> list[str]:
+    """What Python code takes from mlx_moe that is not there; SyntaxError where it is none."""
+    missing = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mlx_moe"):
+            module, names = node.module or "", [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "mlx_moe":
+            module, names = "mlx_moe", [node.attr]
+        else:
+            continue
+        found = importlib.import_module(module)
+        missing += [f"{module}.{name}" for name in names if not hasattr(found, name)]
+    return missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_python_of_the_page_takes_what_there_is(page: Path) -> None:
+    blocks = PYTHON.findall(page.read_text())
+    assert [name for block in blocks for name in missing_names(block)] == []
+
+
+def test_missing_names_are_found() -> None:
+    code = "import mlx_moe\nfrom mlx_moe.store import ExpertStore, Shop\nmlx_moe.lode('M')\n"
+    assert missing_names(code) == ["mlx_moe.store.Shop", "mlx_moe.lode"]
 
 
 def test_the_index_lists_every_page_and_command() -> None:

@@ -121,7 +121,7 @@ def _gain(found: dict[str, Any]) -> str:
     return (
         f"expected: {planned:.2f} ms for the experts of a chunk, {cold:.2f} without "
         f"({cold / planned if planned else 1:.2f}x); {overall['bytes'] / 1e6:.1f} MB {where} of a "
-        f"budget of {budget / 1e6:.0f}"
+        f"budget of {budget / 1e6:.0f} MB"
     )
 
 
