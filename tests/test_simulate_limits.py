@@ -158,7 +158,11 @@ def test_a_report_is_of_the_steps_that_were_simulated() -> None:
     routing = Routing("x", [facts(experts=2)], np.array([64, 2, 64, 4, 16]), [loads], "a test")
     found = report(routing, load_device("m4"), simulate(routing, load_device("m4"), ("cold",)))
     assert (found["steps"], found["tokens"]) == (2, 3.0)
-    assert "2 experts (top 2) of 2048 x 768, 4.5 bits" in as_text(found)
+    assert "1 layers of 2 experts (top 2) of 2048 x 768 with 4.5 bits" in as_text(found)
+    both = [facts(experts=2), facts(1, experts=2, inner=64)]
+    unlike = replace(routing, facts=both, loads=[loads, loads])
+    found = report(unlike, load_device("m4"), [])
+    assert [(s["layers"], s["inner"]) for s in found["shapes"]] == [(1, 768), (1, 64)]
 
 
 def test_a_shared_expert_is_packed_and_what_is_over_is_computed() -> None:

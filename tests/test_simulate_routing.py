@@ -10,6 +10,7 @@ from plan_data import calibration, facts, skewed, zipf
 
 from mlx_moe.cache_trace import Trace, TracedLayer, TraceRecorder
 from mlx_moe.cli import simulate as cli
+from mlx_moe.devices import load_device
 from mlx_moe.errors import CorruptFile, InvalidArgument
 from mlx_moe.simulate_routing import (
     draw,
@@ -212,6 +213,16 @@ def test_options_without_a_use_are_refused(capsys, source: str, option: str) -> 
     assert command(f"--{source}", "file", f"--{option}", 2) == 1
     error = capsys.readouterr().err
     assert f"--{option} means nothing with --{source}" in error
+
+
+def test_a_device_that_is_never_done_is_named(tmp_path: Path, capsys) -> None:
+    slow = load_device("m2-max").as_dict()
+    slow["numbers"]["cold_bandwidth"]["value"] = 1e-320  # its times are infinite
+    (tmp_path / "slow.json").write_text(json.dumps(slow))
+    path = write_histograms(tmp_path / "h")
+    given = ("--histograms", path, "--shape", "gpt-oss-20b", "--device", tmp_path / "slow.json")
+    assert command(*given, "--strategy", "cold") == 1
+    assert "takes inf s on cold" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [("--experts", 1 << 40), ("--bits", 7), ("--hidden", 0)])

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from .errors import InvalidArgument
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -59,20 +61,23 @@ class Timeline:
 def run(tasks: Sequence[Task], units: Mapping[str, Unit]) -> Timeline:
     """Do all tasks; of those ready for a unit the one that is ready first, then the first listed.
 
-    Raises ValueError where a task waits for itself or for one that there is not, takes a time that
-    cannot be, or is of no unit.
+    Raises InvalidArgument where a task waits for itself or for one that there is not, takes a time
+    that cannot be, or is of no unit.
     """
     for number, task in enumerate(tasks):
         if task.unit not in units:
-            raise ValueError(f"task {number} is of unit {task.unit!r}, which there is not")
+            raise InvalidArgument(f"task {number} is of unit {task.unit!r}, which there is not")
         if not 0 <= task.seconds < inf:
-            raise ValueError(f"task {number} takes {task.seconds} s on {task.unit}")
+            raise InvalidArgument(
+                f"task {number} takes {task.seconds} s on {task.unit}: a number of the device is "
+                "out of range"
+            )
     waiting = [len(set(task.after)) for task in tasks]
     followers: list[list[int]] = [[] for _ in tasks]
     for number, task in enumerate(tasks):
         for before in set(task.after):
             if not 0 <= before < len(tasks):
-                raise ValueError(f"task {number} waits for task {before}, which there is not")
+                raise InvalidArgument(f"task {number} waits for task {before}, which there is not")
             followers[before].append(number)
 
     ready: dict[str, list[tuple[float, int]]] = {name: [] for name in units}
@@ -109,7 +114,7 @@ def run(tasks: Sequence[Task], units: Mapping[str, Unit]) -> Timeline:
         for name in touched:
             start(name, now)
     if done != len(tasks):
-        raise ValueError(f"{len(tasks) - done} of {len(tasks)} tasks wait for each other")
+        raise InvalidArgument(f"{len(tasks) - done} of {len(tasks)} tasks wait for each other")
     return _summed(tasks, units, now, ends)
 
 

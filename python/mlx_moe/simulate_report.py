@@ -1,5 +1,6 @@
 """What a simulation is shown as: a table, JSON, a picture."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,13 @@ COLUMNS = ("strategy", "ms a step", "p95", "J a step", "J idle", "CPU ms", "disp
 
 def report(routing: Routing, device: Device, outcomes: list[Outcome]) -> dict[str, Any]:
     """Everything that is shown, as JSON; all numbers are simulated."""
-    facts, simulated = routing.facts[0], routing.halves()[1]
+    simulated = routing.halves()[1]
     return {
         "simulated": True,
         "model": routing.name,
         "routing": routing.source,
         "layers": len(routing.facts),
-        "experts": facts.experts,
-        "top_k": facts.top_k,
-        "hidden": facts.hidden,
-        "inner": facts.inner,
-        "weight_bytes": bytes_of(facts.weights),
+        "shapes": _shapes(routing),
         "steps": simulated.steps,
         "tokens": float(simulated.tokens.mean()),
         "device": device.as_dict(),
@@ -65,9 +62,7 @@ def as_text(found: dict[str, Any]) -> str:
     numbers = found["device"]["numbers"] | found["device"].get("simulation", {})
     guessed = sum(not number["measured"] for number in numbers.values())
     lines = [
-        f"SIMULATED, nothing here was run. {found['model']}: expert layers {found['layers']}, "
-        f"each of {found['experts']} experts (top {found['top_k']}) of {found['hidden']} x "
-        f"{found['inner']}, {8 * found['weight_bytes']:.3g} bits a weight; "
+        f"SIMULATED, nothing here was run. {found['model']}: {_sizes(found['shapes'])}; "
         f"{found['tokens']:.0f} tokens a step, means of {found['steps']} steps "
         f"({found['routing']})",
         table([*COLUMNS, f"faster than {first['strategy']}"], rows),
@@ -81,6 +76,23 @@ def as_text(found: dict[str, Any]) -> str:
     ):
         lines.append("the profile does not know its processor: packing and combining take no time")
     return "\n".join(lines)
+
+
+def _shapes(routing: Routing) -> list[dict[str, Any]]:
+    """The kinds of layers, with how many there are of each."""
+    kinds = Counter(
+        (f.experts, f.top_k, f.hidden, f.inner, bytes_of(f.weights)) for f in routing.facts
+    )
+    names = ("experts", "top_k", "hidden", "inner", "weight_bytes")
+    return [{"layers": n, **dict(zip(names, kind, strict=True))} for kind, n in kinds.items()]
+
+
+def _sizes(shapes: list[dict[str, Any]]) -> str:
+    return ", ".join(
+        f"{s['layers']} layers of {s['experts']} experts (top {s['top_k']}) of {s['hidden']} x "
+        f"{s['inner']} with {8 * s['weight_bytes']:.3g} bits a weight"
+        for s in shapes
+    )
 
 
 def _number(value: float | None, scale: float, form: str) -> str | None:
