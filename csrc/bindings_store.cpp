@@ -95,11 +95,6 @@ class Store {
     store_->prefetch(layer, ids, warm);
   }
 
-  void cancel_prefetch() const {
-    nb::gil_scoped_release free;
-    store_->cancel_prefetch();
-  }
-
   std::vector<uint32_t> resident(size_t layer) const {
     nb::gil_scoped_release free;
     return store_->resident(layer);
@@ -237,9 +232,8 @@ void bind_store(nb::module_& m) {
       .def("acquire", &Store::acquire, "layer"_a, "experts"_a, kAcquireDoc)
       .def("prefetch", &Store::prefetch, "layer"_a, "experts"_a, nb::kw_only(), "warm"_a = false,
            "Read experts when nobody waits for others, the first ones first.\n\n"
-           "warm: into free room only, at last, until cancelled; else also in place of experts\n"
+           "warm: into free room only, at last; else also in place of experts\n"
            "neither held nor just read, and only until their layer is acquired.")
-      .def("cancel_prefetch", &Store::cancel_prefetch, "Forget prefetches that have not begun.")
       .def("resident", &Store::resident, "layer"_a, "The layer's experts that are in memory.")
       .def("stats", &Store::stats, "Counts since it was opened; bytes and seconds.")
       .def("check_files", &Store::check_files,

@@ -63,13 +63,10 @@ def write_checkpoint(folder: Path, layers: Layers, stacked: bool = True) -> Path
     """Two shards; tensors stacked, or one an expert with the names of unconverted models."""
     tensors = parameters(layers)
     if not stacked:
-        other = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2", "fc1": "fc1", "fc2": "fc2"}
         tensors = {
-            f"{name.rpartition('.switch_mlp')[0]}.experts.{e}.{other[child]}.{key}": array[e]
-            for (name, child, key), array in (
-                (full.rsplit(".", 2), array) for full, array in tensors.items()
-            )
-            for e in range(EXPERTS)
+            name: array[e]
+            for parameter, array in tensors.items()
+            for e, name in enumerate(one_an_expert(parameter))
         }
     folder.mkdir(parents=True, exist_ok=True)
     names = sorted(tensors)
@@ -80,9 +77,21 @@ def write_checkpoint(folder: Path, layers: Layers, stacked: bool = True) -> Path
     return folder
 
 
+def one_an_expert(parameter: str) -> list[str]:
+    """What a checkpoint with a tensor an expert calls them."""
+    name, child, key = parameter.rsplit(".", 2)
+    return [f"{name.removesuffix('.switch_mlp')}.experts.{e}.{child}.{key}" for e in range(EXPERTS)]
+
+
 def found_experts(checkpoint: Checkpoint, layers: Layers, kind: str = "glu") -> list[StoredExperts]:
+    names = {
+        parameter: one_an_expert(parameter)
+        for parameter in parameters(layers)
+        if parameter not in checkpoint.tensors
+    }
     return [
-        stored_experts(checkpoint, name, layer, PROJECTIONS[kind]) for name, layer in layers.items()
+        stored_experts(checkpoint, name, layer, PROJECTIONS[kind], names)
+        for name, layer in layers.items()
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -232,3 +233,43 @@ def test_ctrl_c_ends_a_wait(tmp_path: Path) -> None:
     )
     assert ran.stdout == "interrupted\n", ran.stderr
     assert ran.returncode != -signal.SIGINT
+
+
+NO_MEMORY = """
+import json, resource, sys
+import numpy as np
+from mlx_moe import core
+from mlx_moe.errors import MemoryLimit
+path, name = sys.argv[1:]
+store = core.Store([path], [("a", [("dense", 0, 0, [[name], [], [], [], []])])], 1 << 40)
+pages = int(open("/proc/self/statm").read().split()[0])
+before = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (16 << 20), before[1]))
+for _ in range(2):
+    try:
+        store.acquire(0, np.array([0, 1], np.int32))
+    except MemoryLimit as error:
+        print(error, flush=True)
+resource.setrlimit(resource.RLIMIT_AS, before)
+store.acquire(0, np.array([0, 1], np.int32)).release()
+print("there", store.resident(0))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others do not limit a process's addresses")
+def test_a_system_without_memory_for_a_slot(tmp_path: Path) -> None:
+    """What fails half way lets go of what it holds, under the lock that it has."""
+    path, shape = tmp_path / "model.safetensors", [4, 4096, 4096]
+    header = {"x": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4 * math.prod(shape)]}}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(path, 8 + len(text) + 4 * math.prod(shape))  # 64 MB an expert, none on the disk
+    ran = subprocess.run(
+        [sys.executable, "-c", NO_MEMORY, str(path), "x"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    first, second, there = ran.stdout.splitlines() or [ran.stderr, "", ""]
+    assert first == second and "the system has no memory for a slot of 67108864 bytes" in first
+    assert there == "there [0, 1]"

@@ -24,6 +24,7 @@ from mlx_moe import (
     InvalidArgument,
     MoEError,
     UnsupportedLayer,
+    load,
     replace_moe_layers,
     restore_moe_layers,
 )
@@ -366,6 +367,17 @@ def test_wrong_arguments_change_nothing(how: Any, error: Any, says: str, made: A
     assert [type(module) for _, module in model.named_modules()] == classes
     now = tree_flatten(model.parameters())
     assert all(a is b for (_, a), (_, b) in zip(now, parameters, strict=True))
+
+
+def test_ranks_have_their_experts_in_memory(made: Any) -> None:
+    model, folder, expected = made
+    for call, given in ((replace_moe_layers, model), (load, "no/such/model")):
+        with pytest.raises(InvalidArgument, match="expert_memory and group do not go together"):
+            call(given, group=object(), expert_memory="1GB")
+    streamed(model, folder)
+    with pytest.raises(InvalidArgument, match=r"on disk or shared.*restore_moe_layers"):
+        replace_moe_layers(model, group=object(), checkpoint=folder)
+    assert_same(forwards(model), expected)
 
 
 def test_another_checkpoint_is_refused(made: Any, tmp_path: Path) -> None:

@@ -32,8 +32,6 @@ class Checkpoint {
 
 // The arrays of a Matrix, in this order.
 enum Part : size_t { kWeight, kScales, kBiases, kAdded, kGlobalScale, kParts };
-inline constexpr const char* kPartNames[kParts] = {"weight", "scales", "biases", "bias",
-                                                   "global_scale"};
 
 // Where a projection's arrays are: each the name of one stacked tensor [experts, ...], the names of
 // a tensor an expert, or empty.

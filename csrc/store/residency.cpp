@@ -51,7 +51,6 @@ std::vector<std::shared_ptr<Load>> Residency::hold(size_t layer,
       else
         ++(there ? counts_.hits : counts_.misses);
       e.unused = false;
-      if (coming) e.load->ahead = false;
     });
   begin_forward(layer);
   std::vector<std::shared_ptr<Load>> loads;
@@ -99,7 +98,6 @@ std::shared_ptr<Load> Residency::begin_ahead(uint32_t expert, bool evict) {
     drop(expert);
     return nullptr;
   }
-  load->ahead = true;
   entries_[expert].unused = true;
   ++counts_.prefetch_issued;
   return load;

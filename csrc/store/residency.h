@@ -18,7 +18,6 @@ namespace mlx_moe {
 struct Load {
   uint32_t expert;
   size_t parts_left = 0;
-  bool ahead = false;  // nobody waits for it yet
   std::optional<Failure> failed;
   std::string message;
   bool done() const { return parts_left == 0; }
@@ -30,7 +29,7 @@ struct StoreCounts {
   uint64_t prefetch_useful = 0;   // were there, or on their way, because read ahead
   uint64_t prefetch_issued = 0;   // reads begun ahead
   uint64_t prefetch_wasted = 0;   // read ahead and evicted without a use
-  uint64_t prefetch_dropped = 0;  // asked for ahead, but cancelled or without room
+  uint64_t prefetch_dropped = 0;  // asked for ahead, and not begun in time, or without room
   uint64_t evictions = 0;
   uint64_t bytes_read = 0;
   double stall_seconds = 0;     // forwards waited for reads, or for slots in use

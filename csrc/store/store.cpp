@@ -237,14 +237,6 @@ void ExpertStore::prefetch(size_t layer, std::span<const uint32_t> experts, bool
   threads_->work.notify_all();
 }
 
-void ExpertStore::cancel_prefetch() {
-  auto guard = lock();
-  for (auto* queue : {&next_, &warm_}) {
-    for (uint32_t e : *queue) residency_.drop(e);
-    queue->clear();
-  }
-}
-
 bool ExpertStore::idle() const {
   auto guard = lock();
   return next_.empty() && warm_.empty() && ahead_.empty() && reading_ahead_ == 0;

@@ -69,8 +69,6 @@ class ExpertStore : public std::enable_shared_from_this<ExpertStore> {
   // stay asked for; the others may take the slot of one that is neither held nor just read, and
   // are forgotten once their layer has begun. A wrong guess costs time, nothing else.
   void prefetch(size_t layer, std::span<const uint32_t> experts, bool warm);
-  // Forgets what was asked for ahead and has not begun.
-  void cancel_prefetch();
   // Whether nothing asked for ahead is waiting or being read.
   bool idle() const;
 

@@ -15,6 +15,7 @@ import mlx_lm.utils
 
 from . import attention
 from .dense import replace_linear_layers
+from .distributed_replace import check_alone
 from .errors import CorruptFile, InvalidArgument, ModelNotFound, MoEError, NoMoELayers
 from .expert_memory import ExpertMemory
 from .following import follow
@@ -201,6 +202,7 @@ def load(
         raise InvalidArgument("rebalance keeps a plan up with routing: give plan")
     lazy = bool(options.pop("lazy", False))
     if group is not None:
+        check_alone(plan=plan, expert_memory=expert_memory)
         how["group"] = group
     if expert_memory is not None:
         how["expert_memory"] = ExpertMemory.of(expert_memory)

@@ -23,7 +23,7 @@ from .errors import InvalidArgument, MemoryLimit, MoEError
 from .identity import ModelIdentity
 from .machine import memory_bytes
 from .store_counts import ExpertCounts, load_counts
-from .store_files import Checkpoint, StoredExperts, slot_bytes
+from .store_files import Checkpoint, StoredExperts, expert_bytes, slot_bytes
 from .store_forward import Forward
 from .store_prefetch import Ahead, Trial
 from .store_report import StoreReport
@@ -94,7 +94,7 @@ class ExpertStore:
         self._top_k = dict(top_k or {})
         first = np.concatenate([[0], np.cumsum([x.experts for x in layers])])
         if direct is None:
-            direct = self._bytes(checkpoint) + self.memory > (memory_bytes() or 0)
+            direct = expert_bytes(checkpoint, self.experts) + self.memory > (memory_bytes() or 0)
         self._path = None if counts is None else Path(counts)
         described = [(x.name, x.experts) for x in layers]
         found = None if self._path is None else load_counts(self._path, described, identity)
@@ -136,11 +136,6 @@ class ExpertStore:
         """By name; `run` of each is the forward of one expert layer. Made anew at each look: they
         refer to the store."""
         return {x.name: StoredLayer(self, i, x) for i, x in enumerate(self.experts)}
-
-    def _bytes(self, checkpoint: Checkpoint) -> int:
-        parts = [p.names for x in self.experts for p in x.projections.values()]
-        names = {name for part in parts for names in part for name in names}
-        return sum(checkpoint.tensors[name].nbytes for name in names)
 
     def _choose(self, sizes: list[int]) -> str:
         """The policy that would have been best for what was decoded last."""

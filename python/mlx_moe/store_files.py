@@ -1,7 +1,7 @@
 """Which tensors of a checkpoint's safetensors files are the experts of a layer."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,6 @@ INDEX = "model.safetensors.index.json"
 SHARDS = "model*.safetensors"  # what mlx-lm loads
 PARTS = ("weight", "scales", "biases", "bias", "global_scale")  # in the order of core.Store
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint32": "U32", "uint8": "U8"}
-# How unconverted checkpoints call the projections of one expert.
-OTHER_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-
 Names = tuple[str, ...]
 
 
@@ -160,7 +157,7 @@ def stored_experts(
         module: with its parameters not yet evaluated, or placeholders of the same shapes.
         projections: names of its children, in the order of the forward.
         names: where parameters are ("model...gate_proj.weight" -> one stacked tensor, or one an
-            expert) when they are not found by their own name or as `experts.N`.
+            expert) that are not one stacked tensor of their own name.
 
     Raises:
         UnsupportedLayer: a tensor is not in the checkpoint under such a name, or is another one:
@@ -177,14 +174,7 @@ def stored_experts(
                 parts.append(())
                 continue
             parameter = f"{name}.{child}.{part}"
-            tensors = tuple((names or {}).get(parameter, ())) or _find(
-                checkpoint, name, child, part, array.shape[0]
-            )
-            if not tensors:
-                raise UnsupportedLayer(
-                    f"{parameter}: the checkpoint has no such tensor, stacked or one an expert; "
-                    "write one that has with `mlx_lm.convert`"
-                )
+            tensors = tuple((names or {}).get(parameter, (parameter,)))
             _check_tensors(checkpoint, parameter, tensors, array)
             parts.append(tensors)
         quantised = linear.get("scales") is not None
@@ -204,23 +194,6 @@ def _dtype(array: Any) -> str:
     return str(array.dtype).rpartition(".")[2]
 
 
-def _find(checkpoint: Checkpoint, name: str, child: str, part: str, experts: int) -> Names:
-    stacked = f"{name}.{child}.{part}"
-    if stacked in checkpoint.tensors:
-        return (stacked,)
-    for pattern in _patterns(name, child, part):
-        if pattern.format(0) in checkpoint.tensors:
-            return tuple(pattern.format(expert) for expert in range(experts))
-    return ()
-
-
-def _patterns(name: str, child: str, part: str) -> Iterator[str]:
-    """Names of expert {} of a checkpoint that is not converted."""
-    parent = name.rpartition(".")[0]
-    for called in (child, OTHER_NAMES.get(child, child)):
-        yield f"{parent}.experts.{{}}.{called}.{part}"
-
-
 def _check_tensors(checkpoint: Checkpoint, parameter: str, tensors: Names, array: Any) -> None:
     shape = tuple(array.shape)
     expected = shape if len(tensors) == 1 else shape[1:]
@@ -229,13 +202,23 @@ def _check_tensors(checkpoint: Checkpoint, parameter: str, tensors: Names, array
     for tensor in tensors:
         facts = checkpoint.tensors.get(tensor)
         if facts is None:
-            raise UnsupportedLayer(f"{parameter}: the checkpoint has no tensor {tensor!r}")
+            raise UnsupportedLayer(
+                f"{parameter}: the checkpoint has no tensor {tensor!r}; write one that has with "
+                "`mlx_lm.convert`"
+            )
         if facts.shape != expected or facts.dtype != DTYPES.get(_dtype(array)):
             raise UnsupportedLayer(
                 f"{parameter} is {_dtype(array)} {list(expected)}, tensor {tensor!r} of the "
                 f"checkpoint {facts.dtype} {list(facts.shape)}: its loader transforms it; write "
                 "one that needs no more of that with `mlx_lm.convert`"
             )
+
+
+def expert_bytes(checkpoint: Checkpoint, layers: Sequence[StoredExperts]) -> int:
+    """Bytes of all tensors of these layers in the files."""
+    parts = [projection.names for x in layers for projection in x.projections.values()]
+    names = {name for part in parts for names in part for name in names}
+    return sum(checkpoint.tensors[name].nbytes for name in names)
 
 
 def slot_bytes(checkpoint: Checkpoint, layer: StoredExperts) -> int:

@@ -22,7 +22,14 @@ from .store import ExpertStore, StoredLayer
 from .store_bank import Shapes
 from .store_bank_ops import BankLayer, bank_layers
 from .store_counts import counts_path
-from .store_files import PARTS, Checkpoint, StoredExperts, slot_bytes, stored_experts
+from .store_files import (
+    PARTS,
+    Checkpoint,
+    StoredExperts,
+    expert_bytes,
+    slot_bytes,
+    stored_experts,
+)
 from .store_names import convert_command, tensor_names
 from .store_report import StoreReport
 from .stored_layer import Stored
@@ -85,7 +92,7 @@ def open_store(
     shapes = {row.name: _shapes(module, row) for module, row in found}
     size = {e.name: _expert_bytes(shapes[e.name]) if ops else slot_bytes(files, e) for e in experts}
     total = sum(e.experts * size[e.name] for e in experts)
-    others = sum(facts.nbytes for facts in files.tensors.values()) - _bytes(files, experts)
+    others = sum(facts.nbytes for facts in files.tensors.values()) - expert_bytes(files, experts)
     limit = memory.bytes(total, others)
     identity = identity_of_files(directory)
     how: dict[str, Any] = {
@@ -155,11 +162,6 @@ def _experts(
                     f"{convert_command(directory)}"
                 )
     return stored_experts(files, row.name, module, projections, names)
-
-
-def _bytes(files: Checkpoint, experts: Sequence[StoredExperts]) -> int:
-    parts = [names for e in experts for p in e.projections.values() for names in p.names]
-    return sum(files.tensors[name].nbytes for names in parts for name in names)
 
 
 def _placeholders(module: Any, row: ReplacedLayer) -> dict[tuple[str, str], mx.array]:
