@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm
+import mlx_lm.utils
 import numpy as np
 import pytest
 import rank_models
@@ -16,12 +17,13 @@ import ranks
 from families import FAMILIES, build, switches
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchGLU
+from stored_models import save
 
 import mlx_moe
 from mlx_moe.distributed import Ranks, join, ranks_of
 from mlx_moe.distributed_layer import matching_rows
 from mlx_moe.distributed_weights import Cut, InMemory
-from mlx_moe.errors import InvalidArgument, RankLost
+from mlx_moe.errors import ExpertsOnDisk, InvalidArgument, RankLost
 from mlx_moe.store_files import Checkpoint
 from mlx_moe.store_names import loaded
 
@@ -177,6 +179,25 @@ def test_transformed_experts_are_let_go(tmp_path: Path) -> None:
     )
     held = sum(row._layer.ranked.nbytes for row in replacement.layers)
     assert mx.get_active_memory() - before < 1.3 * held
+
+
+def test_what_ranks_hold_is_neither_saved_nor_changed(tmp_path: Path) -> None:
+    model = build(next(f for f in FAMILIES if f.name == "qwen3_moe"))
+    folder, group = save(model, tmp_path / "model"), Ranks(mx.distributed.init())
+    replacement = mlx_moe.replace_moe_layers(model, group=group, checkpoint=folder)
+    before = tree_flatten(model.parameters())
+    for change in (
+        lambda: mlx_lm.utils.save_model(tmp_path, model, donate_model=True),
+        lambda: model.save_weights(str(tmp_path / "w.npz")),
+        lambda: model.set_dtype(mx.float16),
+    ):
+        with pytest.raises(ExpertsOnDisk, match="on other ranks"):
+            change()
+    now = tree_flatten(model.parameters())
+    assert all(a is b for (_, a), (_, b) in zip(now, before, strict=True))
+    replacement.restore()
+    model.set_dtype(mx.float16)
+    assert {a.dtype for _, a in tree_flatten(model.parameters())} == {mx.float16}
 
 
 def test_models_that_mlx_lm_shards(found: list[dict[str, Any]]) -> None:

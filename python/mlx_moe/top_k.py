@@ -1,7 +1,7 @@
 """How many experts a token goes to, by whichever name a family has for it."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 # In a config, and on a block or its gate.
 NAMES = (
@@ -22,7 +22,7 @@ def of_config(config: Mapping[str, Any]) -> int | None:
     for part in (config, text if isinstance(text, Mapping) else {}):
         for name in NAMES:
             if _is_number(value := part.get(name)):
-                return int(value)
+                return value
     return None
 
 
@@ -43,9 +43,9 @@ def of_layer(modules: Mapping[str, Any], name: str) -> int | None:
             for told in (owner, getattr(owner, "args", None), getattr(owner, "config", None)):
                 for called in (*NAMES, "k"):
                     if _is_number(value := getattr(told, called, None)):
-                        return int(value)
+                        return value
     return None
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
