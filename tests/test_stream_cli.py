@@ -24,7 +24,9 @@ from mlx_moe.cli import streaming
 from mlx_moe.cli.generate import main as generate
 from mlx_moe.cli.run import main as run
 from mlx_moe.cli.trace import main as trace
+from mlx_moe.errors import InvalidArgument
 from mlx_moe.expert_memory import ExpertMemory
+from mlx_moe.patch import replaced_models
 from mlx_moe.store_counts import ExpertCounts
 
 PROMPTS = (PROMPT, "And the king said unto")
@@ -125,6 +127,16 @@ def test_what_is_no_limit(text: str, capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit):
         generate(["--model", "m", f"--expert-memory={text}"])
     assert "argument --expert-memory: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ("lfv", "pinned", "lfu:", "lfu:0", ""))
+def test_what_is_no_policy(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        generate(["--model", "m", "--expert-memory=1GB", f"--expert-policy={text}"])
+    assert "argument --expert-policy: policy " in capsys.readouterr().err
+    with pytest.raises(InvalidArgument, match="policy"):
+        memory = ExpertMemory(1, text)
+        replaced_models("auto", lambda _: None, {"expert_memory": memory}).__enter__()
 
 
 STEP = [streaming.STEP, str(streaming.STEP_SIZE)]

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.nn as nn
 import mlx_lm.utils
 
+from .expert_memory import ExpertMemory
 from .loading import Replaced, missing_model_is_an_error, replace_layers
 from .replace import resolve_backend
 
@@ -42,10 +43,13 @@ def replaced_models(
             elsewhere.
 
     Raises:
-        InvalidArgument: the CPU kernels cannot run here; before a model is loaded.
+        InvalidArgument: the CPU kernels cannot run here, or expert_memory cannot be; before a
+            model is loaded.
         ModelNotFound: while open, for a model that is not there.
     """
     resolve_backend(backend)
+    if (memory := (plan or {}).get("expert_memory")) is not None:
+        ExpertMemory.of(memory).check()
     stock, stock_download = mlx_lm.utils.load_model, mlx_lm.utils._download
 
     @functools.wraps(stock_download)

@@ -28,6 +28,7 @@ def add_memory_options(parser: argparse._ActionsContainer) -> None:
     )
     parser.add_argument(
         "--expert-policy",
+        type=policy,
         metavar="NAME",
         help="Which experts go first: lru, lfu, lfu:TOKENS, or auto, what would have been best for "
         "the tokens decoded last (default: auto)",
@@ -35,8 +36,16 @@ def add_memory_options(parser: argparse._ActionsContainer) -> None:
 
 
 def limit(text: str) -> str:
+    return _checked(text, ExpertMemory(text))
+
+
+def policy(text: str) -> str:
+    return _checked(text, ExpertMemory(1, text))
+
+
+def _checked(text: str, memory: ExpertMemory) -> str:
     try:
-        ExpertMemory(text).check()
+        memory.check()
     except InvalidArgument as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
