@@ -15,6 +15,7 @@ machine's own speed moves by a third within seconds. So every case, fitted or he
 once in each of ROUNDS rounds, in another order each time; a round's speed is read off its fitted
 cases and divided out; medians over rounds are fitted and compared. How far the medians of every
 other round are from those of the rest is printed beside the error: so much is the machine's doing.
+Ranks spin while they wait: never run `ring` at real-time priority.
 Takes two and a half minutes, and 4 GB.
 """
 

@@ -9,11 +9,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import store
+import store_checkpoint as store
 from common import timed
 
 from mlx_moe.simulate_engine import Task, Unit, run
@@ -23,25 +24,23 @@ SIZES = (384 << 20, 768 << 20)  # of the files; the first is fitted on
 COUNTS = (1, 2, 4, 8, 16, 32)  # experts read at once; the first and the last are fitted on
 RING_BYTES = (1 << 13, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 22)  # likewise
 RING_CALLS, RING_TIMEOUT = 31, 120
-MOST_ROUNDS = 8
+MOST_ROUNDS = 24
 
 RANK = """
 import json, statistics, sys, time
 import mlx.core as mx
 group = mx.distributed.init(strict=True, backend="ring")
-found = {}
-for size in json.loads(sys.argv[1]):
-    x = mx.zeros(size // 4)
-    mx.eval(x)
-    seconds = []
-    for _ in range(int(sys.argv[2])):
+arrays = {size: mx.zeros(size // 4) for size in json.loads(sys.argv[1])}
+mx.eval(list(arrays.values()))
+seconds = {size: [] for size in arrays}
+for _ in range(int(sys.argv[2])):
+    for size, x in arrays.items():  # in turns
         mx.eval(mx.distributed.all_sum(mx.zeros(1)))  # both are there
         begun = time.perf_counter()
         mx.eval(mx.distributed.all_sum(x))
-        seconds.append(time.perf_counter() - begun)
-    found[size] = statistics.median(seconds)
+        seconds[size].append(time.perf_counter() - begun)
 if group.rank() == 0:
-    print(json.dumps(found))
+    print(json.dumps({size: statistics.median(s) for size, s in seconds.items()}))
 """
 
 
@@ -59,54 +58,68 @@ def over(link: Link, size: float) -> float:
 
 
 def disk() -> list[dict[str, Any]]:
-    """Reads of so many experts of a layer past the page cache, by the store."""
-    found: list[dict[str, Any]] = []
-    link: Link | None = None
-    for size in SIZES:
-        inner = store.inner_for(size)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "model.safetensors"
-            store.write_model(path, inner)
-            measured = _reads(path, inner)
-        each = path_bytes(inner)
-        if link is None:
-            few, many = COUNTS[0], COUNTS[-1]
-            link = line("disk", (few * each, measured[few]), (many * each, measured[many]))
-            measured = {n: s for n, s in measured.items() if n not in (few, many)}
-        for count, seconds in measured.items():
-            found.append(
-                {
-                    "part": "disk",
-                    "case": f"{count} experts of {each / 1e6:.1f} MB",
-                    "measured": seconds,
-                    "predicted": over(link, count * each),
-                }
-            )
-    return found
+    """Reads of so many experts of a layer past the page cache, both files in turns."""
+    inners = [store.inner_for(size) for size in SIZES]
+    with ExitStack() as stack:
+        reads = []
+        for inner in inners:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            store.write_model(folder / "model.safetensors", inner)
+            reads.append(stack.enter_context(_Reads(folder / "model.safetensors", inner)))
+        for _ in range(MOST_ROUNDS):
+            for count in COUNTS:
+                for one in reads:
+                    one.read(count)
+        measured = [one.medians() for one in reads]
+    few, many = COUNTS[0], COUNTS[-1]
+    each = path_bytes(inners[0])
+    fitted = measured[0].pop(few), measured[0].pop(many)
+    link = line("disk", (few * each, fitted[0]), (many * each, fitted[1]))
+    return [
+        {
+            "part": "disk",
+            "case": f"{count} experts of {path_bytes(inner) / 1e6:.1f} MB",
+            "measured": seconds,
+            "predicted": over(link, count * path_bytes(inner)),
+        }
+        for inner, found in zip(inners, measured, strict=True)
+        for count, seconds in found.items()
+    ]
 
 
 def path_bytes(inner: int) -> float:
     return 3 * inner * store.WIDTH * (0.5 + 4 / store.GROUP)
 
 
-def _reads(path: Path, inner: int) -> dict[int, float]:
-    seconds: dict[int, list[float]] = {count: [] for count in COUNTS}
-    with store.open_store(
-        path, inner, path.stat().st_size // 4, direct=True, prefetch=False
-    ) as opened:
-        core_store = opened._core
+class _Reads:
+    """Reads of experts of one file, each of a layer that was let go since."""
+
+    def __init__(self, path: Path, inner: int):
+        memory = path.stat().st_size // 4
+        self._store = store.open_store(path, inner, memory, direct=True, prefetch=False)
+        self._each, self._turn = path_bytes(inner), 0
+        self._seconds: dict[int, list[float]] = {count: [] for count in COUNTS}
         for layer in range(store.LAYERS // 3):  # slots that were used before
-            core_store.acquire(layer, np.arange(store.EXPERTS, dtype=np.int32)).release()
-        turn = 0
-        for _ in range(MOST_ROUNDS):
-            for count in COUNTS:
-                layer, turn = turn % store.LAYERS, turn + 1
-                chosen = np.arange(count, dtype=np.int32)
-                before = opened.stats()["bytes_read"]
-                taken = timed(lambda at=layer, e=chosen: core_store.acquire(at, e).release())
-                if opened.stats()["bytes_read"] - before >= count * path_bytes(inner):
-                    seconds[count].append(taken)  # else some were there
-    return {count: statistics.median(s) for count, s in seconds.items() if s}
+            self._acquire(layer, store.EXPERTS)
+
+    def __enter__(self) -> _Reads:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._store.close()
+
+    def _acquire(self, layer: int, count: int) -> None:
+        self._store._core.acquire(layer, np.arange(count, dtype=np.int32)).release()
+
+    def read(self, count: int) -> None:
+        layer, self._turn = self._turn % store.LAYERS, self._turn + 1
+        before = self._store.stats()["bytes_read"]
+        taken = timed(lambda: self._acquire(layer, count))
+        if self._store.stats()["bytes_read"] - before >= count * self._each:
+            self._seconds[count].append(taken)  # else some were there
+
+    def medians(self) -> dict[int, float]:
+        return {count: statistics.median(s) for count, s in self._seconds.items() if s}
 
 
 def ring() -> list[dict[str, Any]]:
