@@ -166,6 +166,10 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
+    if min(options.experts) < 2 or min(options.units) < 1 or min(options.tokens) < 1:
+        parser.error("expected 2 experts, a unit and a token, or more")
+    if any(hidden < 128 or hidden % 128 for hidden in options.hidden):
+        parser.error("expected --hidden of whole heads: multiples of 128")
     print("ASSUMPTIONS\n")
     print("\n".join(f"{name:<18} {what}" for name, what in ASSUMPTIONS))
     grid = itertools.product(options.experts, options.hidden, options.units, options.tokens)
