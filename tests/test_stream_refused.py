@@ -119,6 +119,9 @@ SAVERS: dict[str, Callable[[nn.Module, Path], Any]] = {
     "save_safetensors": lambda m, p: mx.save_safetensors(
         str(p / "w.safetensors"), dict(tree_flatten(m.parameters()))
     ),
+    "save_safetensors by name": lambda m, p: mx.save_safetensors(
+        str(p / "w.safetensors"), arrays=dict(tree_flatten(m.parameters()))
+    ),
     "save_gguf": lambda m, p: mx.save_gguf(str(p / "w.gguf"), dict(tree_flatten(m.parameters()))),
     "savez of a copy": lambda m, p: mx.savez(
         str(p / "w.npz"), **dict(tree_flatten(copy.deepcopy(m).parameters()))
@@ -131,6 +134,9 @@ SAVERS: dict[str, Callable[[nn.Module, Path], Any]] = {
     "read arrays": lambda m, p: save_made(m, p, mx.contiguous),
     "cast arrays": lambda m, p: save_made(m, p, lambda a: a.astype(mx.float32)),
     "sliced arrays": lambda m, p: save_made(m, p, lambda a: a[1:] + 0),
+    "one dequantised": lambda m, p: mx.save(
+        str(p / "w.npy"), dequantised(m.model.layers[0].mlp.switch_mlp.up_proj)
+    ),
     "one read array": lambda m, p: mx.save(
         str(p / "w.npy"), mx.contiguous(m.model.layers[0].mlp.switch_mlp.up_proj.weight)
     ),
@@ -141,6 +147,13 @@ def save_made(model: nn.Module, folder: Path, change: Callable[[mx.array], mx.ar
     arrays = dict(tree_flatten(tree_map(change, model.parameters())))
     mx.eval(arrays)
     mx.save_safetensors(str(folder / "w.safetensors"), arrays)
+
+
+def dequantised(linear: nn.Module) -> mx.array:
+    if "scales" not in linear:
+        return linear.weight * 2
+    how = {"group_size": linear.group_size, "bits": linear.bits}
+    return mx.dequantize(linear.weight, linear.scales, linear.biases, **how)
 
 
 def test_placeholders_cannot_be_saved(stored: Any, tmp_path: Path) -> None:
@@ -156,3 +169,16 @@ def test_placeholders_cannot_be_saved(stored: Any, tmp_path: Path) -> None:
         assert all(a is b for (_, a), (_, b) in zip(now, parameters, strict=True)), how
     assert_same(forwards(model), expected)
     mx.save(str(tmp_path / "w.npy"), model.model.embed_tokens.weight)  # all else can
+
+
+@pytest.mark.parametrize(
+    "array",
+    [mx.full((3, 5), mx.nan), mx.full((2, 7, 3), 255, mx.uint8), mx.array(mx.nan)],
+    ids=["not computed yet", "a white picture", "a number"],
+)
+def test_arrays_of_nan_that_are_no_experts_are_saved(
+    array: mx.array, stored: Any, tmp_path: Path
+) -> None:
+    del stored  # whose placeholders are there
+    mx.save(str(tmp_path / "w.npy"), array)
+    assert mx.array_equal(mx.load(str(tmp_path / "w.npy")), array, equal_nan=True)

@@ -18,6 +18,7 @@ SAVERS = ("save", "savez", "savez_compressed", "save_safetensors", "save_gguf")
 MARK = "_moe_elsewhere"  # of a projection whose arrays are placeholders: its path in the model
 
 _values: dict[mx.Dtype, mx.array] = {}
+_shapes: set[tuple[int, ...]] = set()  # the first and the last two numbers of all shapes
 _lock = threading.Lock()
 
 
@@ -34,6 +35,7 @@ def placeholder(shape: Iterable[int], dtype: mx.Dtype) -> mx.array:
         _guard_saving()
         _guard_changing()
     array = mx.broadcast_to(_values[dtype], tuple(shape))
+    _shapes.update((array.shape[:2], array.shape[-2:]))
     mx.eval(array)
     return array
 
@@ -56,11 +58,12 @@ def is_placeholder(array: mx.array) -> bool:
 
 
 def is_made_of_one(array: mx.array) -> bool:
-    """Whether it is a placeholder, or what a cast, a copy or arithmetic makes of one: all of its
-    values are NaN, or the number that packed weights cannot be. Evaluates the array."""
+    """Whether it is a placeholder, or what a cast, a copy, arithmetic or dequantising makes of one
+    or of some of its experts: all values are NaN, or the number that packed weights cannot be, and
+    the shape is not any: others have arrays of NaN too. Evaluates the array."""
     if is_placeholder(array):
         return True
-    if array.ndim < 2 or not array.size:
+    if not array.size or _shapes.isdisjoint((array.shape[:2], array.shape[-2:])):
         return False
     floating = mx.issubdtype(array.dtype, mx.floating)
     if not floating and array.dtype not in VALUES:
@@ -93,7 +96,7 @@ def _guard_saving() -> None:
 def _guarded(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def save(*args: Any, **kwargs: Any) -> Any:
-        for name, array in _arrays([*args, kwargs]):
+        for name, array in _arrays("an array", (args, kwargs)):
             if is_made_of_one(array):
                 refuse(name)
         return stock(*args, **kwargs)
@@ -102,12 +105,15 @@ def _guarded(stock: Callable[..., Any]) -> Callable[..., Any]:
     return save
 
 
-def _arrays(given: Iterable[Any]) -> Iterator[tuple[str, mx.array]]:
-    for value in given:
-        if isinstance(value, mx.array):
-            yield "an array", value
-        elif isinstance(value, dict):
-            yield from ((k, v) for k, v in value.items() if isinstance(v, mx.array))
+def _arrays(name: str, given: Any) -> Iterator[tuple[str, mx.array]]:
+    if isinstance(given, mx.array):
+        yield name, given
+    elif isinstance(given, dict):
+        for key, value in given.items():
+            yield from _arrays(key, value)
+    elif isinstance(given, list | tuple):
+        for value in given:
+            yield from _arrays(name, value)
 
 
 def _guard_changing() -> None:
