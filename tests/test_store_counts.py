@@ -315,6 +315,23 @@ def test_a_kill_while_saving_leaves_a_whole_file(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"counts.npz", ".counts.npz.lock"}
 
 
+def test_a_child_forked_while_the_file_is_held_does_not_keep_it(tmp_path: Path) -> None:
+    path = tmp_path / "counts.npz"
+    ends, end = os.pipe()
+    with locked(path, 0):
+        if not (child := os.fork()):
+            os.close(end)
+            os.read(ends, 1)  # lives until the parent closes its end
+            os._exit(0)
+    try:
+        with locked(path, 0), pytest.raises(TimeoutError), locked(path, 0):
+            pass
+    finally:
+        os.close(end)
+        os.close(ends)
+        os.waitpid(child, 0)
+
+
 def test_where_counts_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MLX_MOE_CACHE", str(tmp_path))
     one, other = ModelIdentity("m", config="1"), ModelIdentity("m", config="2")

@@ -317,6 +317,7 @@ def locked(path: Path, timeout: float) -> Iterator[None]:
             time.sleep(POLL)
         yield
     finally:
+        fcntl.flock(handle, fcntl.LOCK_UN)  # which a child, forked meanwhile, has open too
         os.close(handle)
 
 
