@@ -16,6 +16,7 @@ from mlx_moe.simulate_engine import Task, Unit, run
 from mlx_moe.simulate_layers import ColdPath, Dense, OnPrograms, Programs, one_capacity
 from mlx_moe.simulate_report import as_text, report
 from mlx_moe.simulate_routing import Histograms, Routing, draw, of_histograms
+from mlx_moe.simulate_spread import OnUnits, Spread, SpreadUnit
 from mlx_moe.simulate_units import COPIES, Machine
 
 ONES = np.ones((1, 4))
@@ -98,6 +99,27 @@ def test_one_capacity_against_trying_all(seed: int) -> None:
         if sum(np.maximum(x - c, 0).sum() for x in loads) <= allowed
     )
     assert one_capacity(loads) == least
+
+
+HALF = np.full((1, 4, 2), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("shares", "arriving", "named"),
+    [
+        (HALF[:, :3], np.zeros((1, 2)), "expected"),
+        (HALF, np.zeros((2, 2)), "expected"),
+        (HALF / 2, np.zeros((1, 2)), "add up"),
+        (np.stack([HALF[..., 0] + 1, HALF[..., 0] - 1], axis=-1), np.zeros((1, 2)), "negative"),
+        (HALF * nan, np.zeros((1, 2)), "add up"),
+        (HALF, np.full((1, 2), inf), "arrive"),
+        (HALF, np.full((1, 2), -1), "arrive"),
+    ],
+)
+def test_spreads_that_cannot_be(shares: np.ndarray, arriving: np.ndarray, named: str) -> None:
+    units = [SpreadUnit(name, load_device("cpu"), None) for name in "ab"]
+    with pytest.raises(InvalidArgument, match=named):
+        OnUnits(routing_of([8, 8, 8, 8]), units, [Spread(shares, arriving)])
 
 
 def without(device: Device, *names: str) -> Device:

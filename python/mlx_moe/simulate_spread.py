@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .cost import FP16, Expert, cold_seconds, expert_of
 from .devices import Device
+from .errors import InvalidArgument
 from .simulate_engine import Task, Unit
 from .simulate_layers import Dense, Strategy
 from .simulate_routing import Routing
@@ -54,6 +56,21 @@ class Spread:
     shares: Array
     arriving: Array
 
+    def check(self, shape: tuple[int, int, int], name: str) -> None:
+        """Raise InvalidArgument where it is not of so many steps, experts and units."""
+        steps, _, units = shape
+        if self.shares.shape != shape or self.arriving.shape != (steps, units):
+            raise InvalidArgument(
+                f"{name}: shares {list(self.shares.shape)} and arriving "
+                f"{list(self.arriving.shape)}, expected {list(shape)} and {[steps, units]}"
+            )
+        if not ((self.shares >= 0).all() and np.allclose(self.shares.sum(axis=2), 1)):
+            raise InvalidArgument(
+                f"{name}: shares of an expert are negative, or do not add up to 1"
+            )
+        if not ((self.arriving >= 0) & (self.arriving < inf)).all():
+            raise InvalidArgument(f"{name}: bytes that arrive are negative, or not finite")
+
 
 def fixed(shares: Array, steps: int) -> Spread:
     """The same in every step."""
@@ -83,6 +100,10 @@ class OnUnits(Strategy):
         self.units = {u.name: Unit(u.name, u.watts) for u in units}
         self.units |= {u.link.name: Unit(u.link.name, 0.0) for u in units if u.link is not None}
         self.core_watts = 0.0  # the hosts are not part of it
+        if dense is not None:
+            dense.check(routing.steps)
+        for facts, spread in zip(routing.facts, spreads, strict=True):
+            spread.check((routing.steps, facts.experts, len(self.members)), facts.name)
         self._seconds = [
             _unit_seconds(self.members, expert_of(facts), loads, spread.shares)
             for facts, loads, spread in zip(routing.facts, routing.loads, spreads, strict=True)
