@@ -48,7 +48,10 @@ from mlx_moe.tables import table
 from mlx_moe.tune_fit import LEAST
 
 LIMIT = 0.20
-FITTED = [Shape(128, 8, 1024, 512), Shape(32, 4, 2048, 768), Shape(32, 4, 2048, 1536)]
+FITTED = [
+    *(Shape(128, 8, 1024, 512), Shape(64, 8, 1024, 1024)),
+    *(Shape(32, 4, 2048, 768), Shape(32, 4, 2048, 1536)),
+]
 HELD_OUT = [Shape(64, 8, 2048, 1024), Shape(32, 4, 1536, 768), Shape(128, 8, 1024, 768)]
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)  # of each expert
 FEW = (2, 4, 8)  # experts with one row
