@@ -45,30 +45,72 @@ def test_wanted_where_they_are_for_the_asking_and_nobody_decided(machine, there,
     assert large_pages.wanted() is expected
 
 
+@pytest.fixture
+def started(monkeypatch):
+    """The commands that were started in place of this process."""
+    calls = []
+    monkeypatch.setattr(os, "execve", lambda *call: calls.append(call))
+    return calls
+
+
+@pytest.mark.parametrize("tunables", [None, "a.b=1"])
 @pytest.mark.parametrize(
-    ("tunables", "arguments", "expected"),
+    "command",
     [
-        (None, ["run", "x"], "glibc.malloc.hugetlb=1"),
-        ("a.b=1", ["run", "x"], "a.b=1:glibc.malloc.hugetlb=1"),
-        (None, [], "glibc.malloc.hugetlb=1"),
-        (None, ["other"], None),  # the arguments were changed: called from within a program
+        ["python", "-I", "-m", "mlx_moe", "run", "x"],
+        ["python", "-m", "cProfile", "-m", "mlx_moe", "run"],
+        ["/bin/python", "../bin/mlx_moe", "run", "a b"],
+        ["/bin/python", "/bin/mlx_moe.generate"],
     ],
+    ids=" ".join,
 )
-def test_restarts_the_same_command(machine, monkeypatch, tunables, arguments, expected):
+def test_restarts_the_same_command(machine, monkeypatch, started, tunables, command):
     machine(tunables=tunables)
-    started = []
-    monkeypatch.setattr(sys, "orig_argv", ["python", "mlx_moe", "run", "x"])
-    if not arguments:
-        monkeypatch.setattr(sys, "orig_argv", ["python", "mlx_moe"])
-    monkeypatch.setattr(sys, "argv", ["mlx_moe", *arguments])
-    monkeypatch.setattr(os, "execve", lambda *call: started.append(call))
+    monkeypatch.setattr(sys, "orig_argv", command)
+    at = next(i for i, word in enumerate(command) if "mlx_moe" in word)
+    monkeypatch.setattr(sys, "argv", ["as Python names it", *command[at + 1 :]])
     large_pages.restart_with()
-    if expected is None:
-        assert not started
-    else:
-        ((program, command, environment),) = started
-        assert (program, command) == (sys.executable, sys.orig_argv)
-        assert environment["GLIBC_TUNABLES"] == expected
+    ((program, arguments, environment),) = started
+    assert (program, arguments) == (sys.executable, command)
+    expected = "glibc.malloc.hugetlb=1"
+    assert environment["GLIBC_TUNABLES"] == (f"{tunables}:{expected}" if tunables else expected)
+    # Where the C library takes its tunables away, as from a Python with capabilities: only once.
+    monkeypatch.setattr(os, "environ", environment)
+    del environment["GLIBC_TUNABLES"]
+    large_pages.restart_with()
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "argv"),
+    [
+        (["python", "mine.py", "run", "x"], ["mine.py", "run", "x"]),
+        (["python", "mine.py"], ["mlx_moe", "run", "x"]),
+        (["python", "mlx_moe", "mine"], ["mlx_moe", "run"]),
+        (["python", "-", "run"], ["-", "run"]),
+        (["python", "-c", "from mlx_moe.cli import main; main()", "run"], ["-c", "run"]),
+        ([], ["mlx_moe"]),
+    ],
+    ids=str,
+)
+def test_a_program_that_calls_a_command_is_not_restarted(
+    machine, monkeypatch, started, command, argv
+):
+    machine()
+    monkeypatch.setattr(sys, "orig_argv", command)
+    monkeypatch.setattr(sys, "argv", argv)
+    large_pages.restart_with()
+    assert not started
+
+
+@pytest.mark.parametrize("executable", ["", None])
+def test_a_python_that_does_not_know_its_path_goes_on(machine, monkeypatch, started, executable):
+    machine()
+    monkeypatch.setattr(sys, "executable", executable)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "mlx_moe"])
+    monkeypatch.setattr(sys, "argv", ["mlx_moe"])
+    large_pages.restart_with()
+    assert not started
 
 
 def test_a_command_that_cannot_restart_goes_on(machine, monkeypatch):
@@ -85,7 +127,7 @@ def test_a_command_that_cannot_restart_goes_on(machine, monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a C library of Linux")
 def test_a_process_restarts_once_with_its_arguments(tmp_path):
-    script = tmp_path / "command.py"
+    script = tmp_path / "mlx_moe"
     (tmp_path / "enabled").write_text("always [madvise] never")
     script.write_text(
         "import os, pathlib, sys\n"

@@ -13,7 +13,10 @@ import sys
 from pathlib import Path
 
 TUNABLE = "glibc.malloc.hugetlb"
+# The C library takes the tunable away from a Python that has capabilities of its own.
+STARTED_ANEW = "MLX_MOE_STARTED_ANEW"
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+PROGRAMS = ("mlx_moe", "mlx_moe.generate")  # console scripts and `python -m`
 
 
 def wanted() -> bool:
@@ -25,7 +28,14 @@ def wanted() -> bool:
         on_request = "[madvise]" in SETTING.read_text()
     except OSError:
         return False
-    return on_request and TUNABLE not in os.environ.get("GLIBC_TUNABLES", "")
+    decided = STARTED_ANEW in os.environ or TUNABLE in os.environ.get("GLIBC_TUNABLES", "")
+    return on_request and not decided
+
+
+def own_process() -> bool:
+    """Whether Python was started for our command alone, not for a program that calls it."""
+    program = sys.orig_argv[-len(sys.argv) :]  # what Python was told to run, and its arguments
+    return bool(program) and Path(program[0]).name in PROGRAMS and program[1:] == sys.argv[1:]
 
 
 def restart_with() -> None:
@@ -33,12 +43,12 @@ def restart_with() -> None:
 
     To be called before anything is done. `GLIBC_TUNABLES=glibc.malloc.hugetlb=0` turns it off.
     """
-    command = sys.orig_argv  # ends in sys.argv, unless another program called us
-    if not wanted() or command[len(command) - len(sys.argv) + 1 :] != sys.argv[1:]:
+    if not (sys.executable and own_process() and wanted()):
         return
     others = os.environ.get("GLIBC_TUNABLES")
     tunables = f"{others}:{TUNABLE}=1" if others else f"{TUNABLE}=1"
+    changed = {"GLIBC_TUNABLES": tunables, STARTED_ANEW: "1"}
     try:
-        os.execve(sys.executable, command, {**os.environ, "GLIBC_TUNABLES": tunables})
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, **changed})
     except OSError:
         return
