@@ -275,7 +275,7 @@ void ExpertStore::read_runs() {
     bool ahead = false;
     threads_->work.wait(guard, [&] { return closed_ || next(run, ahead); });
     if (closed_) return;
-    reading_ahead_ += ahead;
+    (ahead ? reading_ahead_ : reading_wanted_) += 1;
     guard.unlock();
     std::optional<Failure> failed;
     std::string message;
@@ -289,20 +289,23 @@ void ExpertStore::read_runs() {
       message = e.what();
     }
     guard.lock();
-    reading_ahead_ -= ahead;
+    (ahead ? reading_ahead_ : reading_wanted_) -= 1;
     finished(run, failed, message);
+    if (!ahead && reading_wanted_ == 0) threads_->work.notify_all();
   }
 }
 
-// One reader is always left for who waits.
+// One reader is always left for who waits; while one reads for them, no warm expert is begun.
 bool ExpertStore::next(Run& run, bool& ahead) {
   if (closed_) return false;
   ahead = wanted_.empty();
   if (ahead) {
     const size_t readers = threads_->readers.size();
     if (reading_ahead_ + 1 >= std::max<size_t>(readers, 2)) return false;
-    while (ahead_.empty())
+    while (ahead_.empty()) {
+      if (next_.empty() && reading_wanted_ > 0) return false;
       if (!begin_ahead()) return false;
+    }
   }
   auto& queue = ahead ? ahead_ : wanted_;
   run = std::move(queue.front());

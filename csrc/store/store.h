@@ -113,9 +113,9 @@ class ExpertStore : public std::enable_shared_from_this<ExpertStore> {
   const pid_t process_ = getpid();
   // Under the lock.
   Residency residency_;
-  std::deque<Run> wanted_, ahead_;    // begun: somebody waits for it, or nobody yet
-  std::deque<uint32_t> next_, warm_;  // experts to read ahead
-  size_t reading_ahead_ = 0;          // threads
+  std::deque<Run> wanted_, ahead_;                 // begun: somebody waits for it, or nobody yet
+  std::deque<uint32_t> next_, warm_;               // experts to read ahead
+  size_t reading_ahead_ = 0, reading_wanted_ = 0;  // threads
   bool closed_ = false;
 
   // Left alone in a forked child, where nothing that waits in it exists.

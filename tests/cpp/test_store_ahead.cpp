@@ -63,3 +63,25 @@ TEST_CASE("a demand goes before what is read ahead, and takes over what is on it
   CHECK(reads == int(kExperts));  // each once
   CHECK(store->counts().stall_seconds > 0.01);
 }
+
+TEST_CASE("what is warm is left alone while somebody waits for a read; the next layer is not") {
+  for (bool warm : {true, false}) {
+    CAPTURE(warm);
+    Fixture f;
+    Counted reading;
+    auto store = f.open(24);
+    gate = false;
+    reads = 0;
+    std::thread waiting([&] { store->acquire(0, std::vector<uint32_t>{0}); });
+    while (reads == 0) std::this_thread::yield();
+    store->prefetch(1, std::vector<uint32_t>{0, 1, 2, 3}, warm);
+    for (int i = 0; i < 2000 && !warm && reads == 1; ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    CHECK((reads == 1) == warm);
+    gate = true;
+    waiting.join();
+    settle(*store);
+    CHECK(store->resident(1).size() == 4);
+  }
+}
