@@ -6,7 +6,8 @@
 Every contestant is a process that builds its layers once and waits, stopped, for its turn; a
 round gives each one turn at each number of tokens. Layers are cycled and routed afresh at every
 call, and together exceed twice the last-level cache. Printed: the median over rounds, the spread
-around it, GFLOP/s, the share of the machine's floor, and how many times faster ours is.
+around it, GFLOP/s, the share of the machine's floor, and how many times faster ours is. All of
+them have large memory pages where those are for the asking, as with our commands.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from floor import floor_seconds
 from worker import Contestant, closing
 from workload import BITS_PER_WEIGHT, SHAPES, active_experts, layers_beyond_cache
 
+from mlx_moe import large_pages
 from mlx_moe.tables import table
 
 STOCK = {"stock", "stock-bf16"}
@@ -166,6 +168,7 @@ def cliffs(rows: list[dict[str, Any]], name: str) -> list[str]:
 
 def main() -> int:
     options = options_of()
+    large_pages.restart_with()
     shape = SHAPES[options.shape]
     layers = options.layers or layers_beyond_cache(shape, options.format, last_level_cache_bytes())
     names = [f"ours:{isa}" for isa in options.isa] + options.against

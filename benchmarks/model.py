@@ -21,7 +21,7 @@ from common import format_seconds, print_machine, spread, summary, timed, write_
 from models import all_logits, prompt, qwen3
 
 import mlx_moe
-from mlx_moe import core
+from mlx_moe import core, large_pages
 from mlx_moe.tables import table
 
 KERNELS = ("swiglu", "swiglu_combine", "grouped", "softmax", "linear")
@@ -91,6 +91,7 @@ def options_of() -> argparse.Namespace:
 
 def main() -> None:
     options = options_of()
+    large_pages.restart_with()
     print_machine()
     model = qwen3(options.layers, options.experts, options.vocab)
     tokens = prompt(options.tokens, options.vocab)
