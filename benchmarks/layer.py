@@ -168,7 +168,6 @@ def cliffs(rows: list[dict[str, Any]], name: str) -> list[str]:
 
 def main() -> int:
     options = options_of()
-    large_pages.restart_with()
     shape = SHAPES[options.shape]
     layers = options.layers or layers_beyond_cache(shape, options.format, last_level_cache_bytes())
     names = [f"ours:{isa}" for isa in options.isa] + options.against
@@ -192,4 +191,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    large_pages.restart()
     sys.exit(main())

@@ -91,7 +91,6 @@ def options_of() -> argparse.Namespace:
 
 def main() -> None:
     options = options_of()
-    large_pages.restart_with()
     print_machine()
     model = qwen3(options.layers, options.experts, options.vocab)
     tokens = prompt(options.tokens, options.vocab)
@@ -118,4 +117,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    large_pages.restart()
     main()

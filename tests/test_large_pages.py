@@ -69,7 +69,7 @@ def test_restarts_the_same_command(machine, monkeypatch, started, tunables, comm
     monkeypatch.setattr(sys, "orig_argv", command)
     at = next(i for i, word in enumerate(command) if "mlx_moe" in word)
     monkeypatch.setattr(sys, "argv", ["as Python names it", *command[at + 1 :]])
-    large_pages.restart_with()
+    large_pages.restart_command()
     ((program, arguments, environment),) = started
     assert (program, arguments) == (sys.executable, command)
     expected = "glibc.malloc.hugetlb=1"
@@ -77,7 +77,7 @@ def test_restarts_the_same_command(machine, monkeypatch, started, tunables, comm
     # Where the C library takes its tunables away, as from a Python with capabilities: only once.
     monkeypatch.setattr(os, "environ", environment)
     del environment["GLIBC_TUNABLES"]
-    large_pages.restart_with()
+    large_pages.restart_command()
     assert len(started) == 1
 
 
@@ -99,7 +99,7 @@ def test_a_program_that_calls_a_command_is_not_restarted(
     machine()
     monkeypatch.setattr(sys, "orig_argv", command)
     monkeypatch.setattr(sys, "argv", argv)
-    large_pages.restart_with()
+    large_pages.restart_command()
     assert not started
 
 
@@ -109,7 +109,7 @@ def test_a_python_that_does_not_know_its_path_goes_on(machine, monkeypatch, star
     monkeypatch.setattr(sys, "executable", executable)
     monkeypatch.setattr(sys, "orig_argv", ["python", "mlx_moe"])
     monkeypatch.setattr(sys, "argv", ["mlx_moe"])
-    large_pages.restart_with()
+    large_pages.restart_command()
     assert not started
 
 
@@ -122,7 +122,7 @@ def test_a_command_that_cannot_restart_goes_on(machine, monkeypatch):
         raise PermissionError
 
     monkeypatch.setattr(os, "execve", refuse)
-    large_pages.restart_with()
+    large_pages.restart_command()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a C library of Linux")
@@ -135,7 +135,7 @@ def test_a_process_restarts_once_with_its_arguments(tmp_path):
         "large_pages.platform.libc_ver = lambda: ('glibc', '2.36')\n"
         f"large_pages.SETTING = pathlib.Path({str(tmp_path / 'enabled')!r})\n"
         "print('start', flush=True)\n"
-        "large_pages.restart_with()\n"
+        "large_pages.restart_command()\n"
         "print(os.environ['GLIBC_TUNABLES'], sys.argv[1:], os.getpid())\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}

@@ -38,12 +38,18 @@ def own_process() -> bool:
     return bool(program) and Path(program[0]).name in PROGRAMS and program[1:] == sys.argv[1:]
 
 
-def restart_with() -> None:
-    """Start this command anew with large pages, if they are wanted; else, and on failure, return.
+def restart_command() -> None:
+    """`restart`, if Python was started for our command."""
+    if own_process():
+        restart()
+
+
+def restart() -> None:
+    """Start this process anew with large pages, if they are wanted; else, and on failure, return.
 
     To be called before anything is done. `GLIBC_TUNABLES=glibc.malloc.hugetlb=0` turns it off.
     """
-    if not (sys.executable and own_process() and wanted()):
+    if not (sys.executable and wanted()):
         return
     others = os.environ.get("GLIBC_TUNABLES")
     tunables = f"{others}:{TUNABLE}=1" if others else f"{TUNABLE}=1"

@@ -50,6 +50,6 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     args = parser.parse_args(arguments)
     if argv is None and args.command in RUN_MODELS:
-        large_pages.restart_with()
+        large_pages.restart_command()
     command = importlib.import_module(f".{args.command.replace('-', '_')}", __name__)
     return command.main(args.arguments)

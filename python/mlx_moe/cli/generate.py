@@ -55,7 +55,7 @@ def _agreed(ranks: Ranks, make: Callable[..., Any], *args: Any, **kwargs: Any) -
 @command
 def main(argv: list[str] | None = None) -> int:
     if argv is None:
-        large_pages.restart_with()
+        large_pages.restart_command()
     # The attribute `mlx_lm.generate` is a function that hides the module.
     stock = importlib.import_module("mlx_lm.generate")
     arguments = sys.argv[1:] if argv is None else argv
