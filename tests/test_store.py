@@ -140,11 +140,19 @@ def test_an_error_that_is_kept_keeps_no_slots(slots: int, tmp_path: Path) -> Non
             def rows(self, x: Any, ids: Any, matrices: Any) -> mx.array:
                 return self.whole(x, ids, None, matrices)
 
+        def callers(mine: int) -> None:
+            raise IndexError("what the caller handles")
+
         kept = []
         for pairs in ([[0, 1]], [[0, 1], [2, 3]]):
             x = inputs(len(pairs))[0]
-            with pytest.raises(ValueError, match="not computed") as raised:
-                stored.run(x, mx.array(pairs), None, Fails())  # type: ignore[arg-type]
+            try:
+                callers(5)
+            except IndexError as error:
+                with pytest.raises(ValueError, match="not computed") as raised:
+                    stored.run(x, mx.array(pairs), None, Fails())  # type: ignore[arg-type]
+                trace = error.__traceback__
+                assert trace and trace.tb_next and trace.tb_next.tb_frame.f_locals == {"mine": 5}
             kept.append(raised.value)
             ids = mx.array([[4, 5]])
             x = inputs(1)[0]

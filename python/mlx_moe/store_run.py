@@ -1,5 +1,6 @@
 """The forward of one expert layer of a store: whole, or in waves if it asks for more than fits."""
 
+import sys
 import traceback
 from typing import TYPE_CHECKING, Any
 
@@ -50,10 +51,11 @@ class StoredLayer:
         """
         if self.number == 0:
             self.store.keep_counts()
+        handled = sys.exc_info()[1]  # the caller's, while it calls us
         try:
             return self._run(x, np.array(ids), ids, scores, forward)
         except BaseException as error:
-            _let_go(error)
+            _let_go(error, handled)
             raise
 
     def _run(
@@ -115,13 +117,17 @@ class StoredLayer:
         return y if scores is None else forward.weighted(y, scores, matrices)
 
 
-def _let_go(error: BaseException) -> None:
-    """Whoever keeps an error keeps the frames that it came through; these let go of slots."""
-    causes: list[BaseException | None] = [error]
+def _let_go(error: BaseException, handled: BaseException | None) -> None:
+    """Whoever keeps an error keeps the frames that it came through; these let go of slots.
+
+    handled: what came before, whose frames are not ours.
+    """
+    causes = [error]
     for cause in causes:
-        if cause is not None:
-            traceback.clear_frames(cause.__traceback__)
-            causes += [e for e in (cause.__cause__, cause.__context__) if e not in causes]
+        traceback.clear_frames(cause.__traceback__)
+        for before in (cause.__cause__, cause.__context__):
+            if before is not None and before is not handled and before not in causes:
+                causes.append(before)
 
 
 def _bits(array: mx.array) -> NDArray[Any]:
