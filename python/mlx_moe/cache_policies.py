@@ -17,7 +17,6 @@ from .errors import InvalidArgument, MemoryLimit
 Ints = NDArray[np.int64]
 NEVER = np.iinfo(np.int64).max
 ONE = 256  # of a count, so that halves are not lost
-POLICIES = ("lru", "lfu", "pinned", "belady")
 
 
 class Policy(Protocol):

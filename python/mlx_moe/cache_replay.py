@@ -1,6 +1,6 @@
 """Replay a trace: how often each policy would have had the experts, under each budget."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -173,9 +173,3 @@ def best_policy(trace: Trace, budget: int, choices: Iterable[str] = CHOICES) -> 
         return int(core.replay(*given, budget, policy=kind, period=period)["bytes_read"])
 
     return min(choices, key=bytes_read)
-
-
-def budgets_of(trace: Trace, given: Sequence[str | int | float]) -> list[int]:
-    """Bytes of budgets given as bytes or as shares of all experts (up to 1)."""
-    total = int(trace.sizes.sum())
-    return [int(b * total) if isinstance(b, float) and b <= 1 else int(b) for b in given]
