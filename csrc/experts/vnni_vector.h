@@ -1,8 +1,9 @@
 #pragma once
 
 // A few tokens against rows of 4-bit codes, both along the columns: what decoding is made of. Each
-// row is read once, from its first byte to its last, which is what memory likes best. Included by
-// kernel_vnni.cpp only.
+// row is read once, from its first byte to its last, which is what memory likes best. A token's
+// results have the same bits whether it is alone or not; more tokens, by blocks of rows, sum in
+// another order. Included by kernel_vnni.cpp only.
 
 #include "experts/fixed_point.h"
 #include "experts/vnni_codes.h"
