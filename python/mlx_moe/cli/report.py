@@ -118,7 +118,7 @@ def ranks_summary(ran: Iterable[Record]) -> str:
     where there were none."""
     shared = [r.counters.ranks.as_dict() for r in ran if r.counters and r.counters.ranks]
     total = {key: sum(counts[key] for counts in shared) for key in RankCounters.COUNTS}
-    if not total or not total["sums"]:
+    if not total["sums"]:
         return ""
     text = (
         f"ranks: {total['sums']} sums took {total['sum_seconds']:.2f} s of the "
@@ -132,7 +132,7 @@ def ranks_summary(ran: Iterable[Record]) -> str:
         if share > (size - 1) / size:  # the rest would take one process `size` times as long
             text += (
                 f": more than {size} ranks save there; one process with room for all experts "
-                "would be faster"
+                "is probably faster"
             )
     return text
 
