@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from store_model import EXPERTS, forward_for, inputs, make_layers, write_checkpoint
@@ -315,6 +316,23 @@ def test_a_kill_while_saving_leaves_a_whole_file(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"counts.npz", ".counts.npz.lock"}
 
 
+def test_a_forked_child_saves_nothing_of_its_parents(tmp_path: Path) -> None:
+    layers, path = make_layers(1), tmp_path / "counts.npz"
+    with opened(write_checkpoint(tmp_path / "model", layers), layers, 8, counts=path) as store:
+        run_all(store, layers, (1,))
+        (stored,), x, ids = store.layers.values(), *inputs(1)[:2]
+        mx.eval(x, ids)
+        store._keep_at = 0.0
+        if not (child := os.fork()):  # where MLX computes nothing any more
+            try:
+                stored.run(x, ids, None, forward_for(stored.experts, layers[stored.experts.name]))
+            except MoEError:
+                os._exit(int(store._keep_at != 0.0))
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert not path.exists()
+
+
 def test_a_child_forked_while_the_file_is_held_does_not_keep_it(tmp_path: Path) -> None:
     path = tmp_path / "counts.npz"
     ends, end = os.pipe()
@@ -345,8 +363,6 @@ def test_a_store_warms_itself_by_saved_counts(tmp_path: Path) -> None:
     with opened(folder, layers, 4, counts=path) as store:
         (first, _), layer = store.layers.values(), next(iter(layers.values()))
         x, forward = inputs(1)[0], forward_for(first.experts, layer)
-        import mlx.core as mx
-
         for _ in range(3):
             first.run(x, mx.array([[6, 7]]), None, forward)
         first.run(x, mx.array([[0, 1]]), None, forward)

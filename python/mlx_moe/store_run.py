@@ -49,14 +49,15 @@ class StoredLayer:
         Raises:
             ReadFailed, FileChanged, StoreBusy, StoreClosed: see errors.
         """
-        if self.number == 0:
-            self.store.keep_counts()
         handled = sys.exc_info()[1]  # the caller's, while it calls us
         try:
-            return self._run(x, np.array(ids), ids, scores, forward)
-        except BaseException as error:
+            found = self._run(x, np.array(ids), ids, scores, forward)
+        except BaseException as error:  # in a forked child always
             _let_go(error, handled)
             raise
+        if self.number == 0:
+            self.store.keep_counts()
+        return found
 
     def _run(
         self,
