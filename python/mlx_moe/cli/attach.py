@@ -65,7 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     with missing_model_is_an_error(args.model):
         source = mlx_lm.utils._download(args.model)
     attach(source, args.output, args.backend, args.trust_remote_code)
-    print(f"Written: {args.output}\nmlx_lm.generate --model {args.output} --trust-remote-code")
+    print(f"Written: {args.output}")
+    print(f"mlx_lm.generate --model {args.output} --trust-remote-code --prompt ...")
     return 0
 
 
