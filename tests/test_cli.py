@@ -166,6 +166,15 @@ def test_run_names_what_a_command_lacks(
     assert "mlx_lm.evaluate does not start: import of lm_eval" in capsys.readouterr().err
 
 
+def test_a_stock_command_that_lacks_a_module_names_it(
+    tiny_model_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    arguments = ["--model", str(tiny_model_path), "--data-path", "nowhere"]
+    assert main(["run", "--stats", "none", "mlx_lm.perplexity", *arguments]) == 1
+    assert "mlx_lm.perplexity stopped: import of datasets" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -55,5 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     with replaced_models(args.backend, lambda model: ran.extend(report.records(model)), plan):
         try:
             return call_stock(args.stock, stock_main, arguments)
+        except ModuleNotFoundError as error:
+            raise MoEError(f"{args.stock} stopped: {error}. Install what it needs.") from error
         finally:
             report.write(ran, args.stats)
