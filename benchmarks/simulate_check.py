@@ -38,12 +38,11 @@ from workload import Shape, layers_beyond_cache, random_rows, route
 
 from mlx_moe import core
 from mlx_moe.devices import Device, load_device
-from mlx_moe.layer_facts import LayerFacts
 from mlx_moe.measured import Measurements, Sample
 from mlx_moe.progress import progress_bar
 from mlx_moe.simulate import simulate
 from mlx_moe.simulate_routing import Routing
-from mlx_moe.simulate_shapes import FOUR_BITS
+from mlx_moe.simulate_shapes import SHAPES
 from mlx_moe.tables import table
 from mlx_moe.tune_fit import LEAST
 
@@ -211,19 +210,9 @@ def between(devices: dict[int, Device], shape: Shape) -> Device:
 def predicted(device: Device, shape: Shape, ids: np.ndarray) -> float:
     """What the simulator says of a call for expert ids [T, k]."""
     loads = np.bincount(ids.reshape(-1), minlength=shape.experts)[None].astype(np.float64)
-    facts = LayerFacts(
-        name="layer",
-        family="none",
-        kind="glu",
-        experts=shape.experts,
-        top_k=shape.top_k,
-        hidden=shape.dim,
-        inner=shape.hidden,
-        activation="SwiGLU",
-        biases=False,
-        weights=FOUR_BITS,
-    )
-    one = Routing("check", [facts], np.array([len(ids)]), [loads], "ids")
+    model = replace(SHAPES["qwen3-30b-a3b"], layers=1, experts=shape.experts, top_k=shape.top_k)
+    facts = replace(model, hidden=shape.dim, inner=shape.hidden).facts()
+    one = Routing("check", facts, np.array([len(ids)]), [loads], "ids")
     return simulate(one, device, ("cold",))[0].seconds
 
 
