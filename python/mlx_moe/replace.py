@@ -162,7 +162,7 @@ def replace_moe_layers(
                 model, plan, artifacts, backend, overflow, importance, checkpoint, on_disk
             )
             stored = store is not None or any(is_stored(module) for module, _ in found)
-            prepared = prepare(opened, found, named_modules(model), logged, stored)
+            prepared = prepare(opened, found, all_modules, logged, stored)
         if target == "stock":
             restore_experts(model)
     except BaseException:

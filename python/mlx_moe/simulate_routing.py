@@ -255,7 +255,7 @@ def of_histograms(
             loads[i][step] = draw(random, shares, tokens, layer.top_k)
     source = (
         f"{steps} steps of {tokens} tokens drawn from {len(histograms.domains)} domains of "
-        + (histograms.name)
+        f"{histograms.name}"
     )
     return Routing(histograms.name, list(facts), np.full(steps, tokens, np.int64), loads, source)
 
