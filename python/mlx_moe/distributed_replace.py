@@ -184,7 +184,7 @@ def _placement(
 ) -> Placement:
     first, last = (module[PROJECTIONS[row._layer.kind][i]] for i in (0, -1))
     experts, inner = (int(n) for n in first["weight"].shape[:2])
-    group_size = quantisation(last)[2] if "scales" in last else 0
+    group_size = quantisation(last).group_size if "scales" in last else 0
     # A graph computes other ranks' assignments too, and leaves them out: slices have none.
     split = "all" if target == "stock" and ranks.split == "auto" else ranks.split
     return place_layer(histograms.of(row.name, experts), ranks.size, inner, group_size, split)

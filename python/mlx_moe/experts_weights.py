@@ -155,8 +155,7 @@ class _Projection:
             scales = scales.astype(mx.float32)
             biases = self._one("biases", expert)[begin:end].astype(mx.float32)
         scale = self.linear.get("global_scale")
-        mode, bits, group_size = quantisation(self.linear)
-        how: dict[str, Any] = {"mode": mode, "bits": bits, "group_size": group_size}
+        how: dict[str, Any] = quantisation(self.linear)._asdict()
         if scale is not None:
             how["global_scale"] = self._one("global_scale", expert)
         # The GPU would contract s * q + b into one rounding, the CPU does not.

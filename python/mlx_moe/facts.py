@@ -11,7 +11,7 @@ from .layer_facts import LayerFacts, SharedFacts, WeightFacts
 from .layers import PROJECTIONS
 from .probe import WIDTH
 from .top_k import of_layer
-from .weights import describe, own_class, quantisation, shallow_copy
+from .weights import columns, describe, own_class, quantisation, shallow_copy
 
 SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 SHARED_CHILDREN = ("gate_proj", "up_proj", "down_proj")
@@ -58,13 +58,6 @@ def _facts(name: str, module: Any, parent: Any, top_k: int) -> LayerFacts:
 
 def _plain(linear: Any) -> Any:
     return linear.get("linear", linear)  # adapters wrap their base layer
-
-
-def columns(linear: Any) -> int:
-    """Input features of a linear module, quantised or not."""
-    if "scales" in linear:
-        return int(linear["scales"].shape[-1] * quantisation(linear)[2])
-    return int(linear["weight"].shape[-1])
 
 
 def _callable_name(function: Any) -> str:

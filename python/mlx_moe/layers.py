@@ -169,7 +169,7 @@ def _is_small(module: Any, layer: Layer, assignments: int) -> bool:
 
 def _packing(linear: Any) -> float:
     """Values in an element of the weight array."""
-    return 32 / quantisation(linear)[1] if "scales" in linear else 1
+    return 32 / quantisation(linear).bits if "scales" in linear else 1
 
 
 def _smallest(linear: Any) -> int:

@@ -59,8 +59,7 @@ def _small_linear(linear: Any, seed: int) -> tuple[Any, mx.array]:
     weight = mx.random.normal((EXPERTS, WIDTH, WIDTH), key=key) / WIDTH**0.5
     twin["weight"] = weight
     if "scales" in linear:
-        mode, bits, group_size = quantisation(linear)
-        how: dict[str, Any] = {"mode": mode, "bits": bits, "group_size": group_size}
+        how = quantisation(linear)._asdict()
         packed = mx.quantize(weight, **how)
         twin.update(dict(zip(("weight", "scales", "biases"), packed, strict=False)))
         weight = mx.dequantize(*packed, **how)

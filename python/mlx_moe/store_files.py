@@ -11,7 +11,7 @@ import mlx.core as mx
 from . import core
 from .errors import CorruptFile, ModelNotFound, ReadFailed, UnsupportedLayer
 from .sizes import slot_size
-from .weights import FLOATS, KEYS, quantisation
+from .weights import FLOATS, KEYS, columns, quantisation
 
 INDEX = "model.safetensors.index.json"
 SHARDS = "model*.safetensors"  # what mlx-lm loads
@@ -183,11 +183,10 @@ def stored_experts(
         arrays = [linear[part] for part in KEYS if linear.get(part) is not None]
         dtypes[child] = tuple(a.dtype for a in arrays if a.dtype in FLOATS)
     first = module[projections[0]]
-    columns = first["weight"].shape[-1]
-    if first.get("scales") is not None:
-        columns = first["scales"].shape[-1] * quantisation(first)[2]
     outputs = {child: int(module[child]["weight"].shape[-2]) for child in projections}
-    return StoredExperts(name, int(first["weight"].shape[0]), columns, found, outputs, dtypes)
+    return StoredExperts(
+        name, int(first["weight"].shape[0]), columns(first), found, outputs, dtypes
+    )
 
 
 def _dtype(array: Any) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 from .errors import ExpertsOnDisk
 from .placeholders import MARK
-from .weights import quantisation, subclass
+from .weights import columns, subclass
 
 INSTEAD = "load the model without expert_memory for that, or restore_moe_layers(model) first"
 
@@ -21,12 +21,6 @@ def stored_linear(base: type, quantised: bool) -> type:
             raise ExpertsOnDisk(f"{name}: experts that stay on disk cannot be {what}; {INSTEAD}")
 
         return method
-
-    def columns(self: Any) -> int:
-        scales = self.get("scales")
-        if scales is None:
-            return int(self["weight"].shape[-1])
-        return int(scales.shape[-1] * quantisation(self)[2])
 
     body = {
         "_moe_on_disk": True,

@@ -3,7 +3,7 @@
 import copyreg
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
@@ -135,12 +135,27 @@ def describe(module: Any) -> tuple[str, int | None]:
     return (values if mode == "affine" else mode), bits
 
 
-def quantisation(module: Any) -> tuple[str, int, int]:
-    """A quantised linear module's mode, bits and group size.
+class Quantisation(NamedTuple):
+    """As MLX's operations take it by keyword (`_asdict`)."""
+
+    mode: str
+    bits: int
+    group_size: int
+
+
+def quantisation(module: Any) -> Quantisation:
+    """That of a quantised linear module.
 
     `nn.quantize` without them leaves None in mlx-lm's stacked layers, which MLX's operations take
     for the default of the mode.
     """
     mode = getattr(module, "mode", "affine")
     bits, group_size = MODES.get(mode, (0, 0))
-    return mode, int(module.bits or bits), int(module.group_size or group_size)
+    return Quantisation(mode, int(module.bits or bits), int(module.group_size or group_size))
+
+
+def columns(module: Any) -> int:
+    """Input features of a linear module, quantised or not."""
+    if (scales := module.get("scales")) is None:
+        return int(module["weight"].shape[-1])
+    return int(scales.shape[-1] * quantisation(module).group_size)
