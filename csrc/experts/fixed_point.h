@@ -13,34 +13,37 @@ namespace mlx_moe {
 
 namespace {
 
+inline size_t min(size_t a, size_t b) { return a < b ? a : b; }
+
 constexpr size_t kGroup = 64;       // columns that share a scale
 constexpr float kLargest = 32639;   // 127 * 256 + 127
 constexpr float kSmallest = 1e-34;  // below, a group counts as zero: its scale would overflow
 
-// Rows of a panel: digits [blocks of 128 columns][high, low][even columns, odd columns][64], as
-// 4-bit codes lie in their bytes, then for each group its scale and the sums of its values by 16,
-// 32 and 64 columns.
+// Bytes from a group's high digits of even columns to ...
+constexpr size_t kOdd = 64, kLow = 128, kValues = 256;
+constexpr size_t kBlockBytes = 320;
+
+// [blocks of 128 columns][tokens][high, low][even columns, odd columns][64], digits as 4-bit codes
+// lie in their bytes; behind each token's digits, for both groups: the scale, then the sums of 16
+// columns each, of 32 and of 64.
 struct FixedPanel {
-  size_t blocks, groups, stride;
-  explicit FixedPanel(size_t cols) : blocks((cols + 127) / 128), groups(2 * blocks) {
-    stride = groups * (2 * kGroup + 8 * sizeof(float));
-  }
-  size_t scales() const { return groups * 2 * kGroup; }
-  // Sums of `columns` values each.
-  size_t sums(size_t columns) const {
-    size_t before = columns == 16 ? 1 : columns == 32 ? 5 : 7;
-    return scales() + before * groups * sizeof(float);
+  size_t tokens, groups;
+  FixedPanel(size_t cols, size_t tokens) : tokens(tokens), groups((cols + 127) / 128 * 2) {}
+
+  size_t bytes() const { return groups / 2 * tokens * kBlockBytes; }
+  // Where token t's digits of the even columns from `column`, a multiple of 8, lie.
+  size_t at(size_t column, size_t t) const {
+    return (column / 128 * tokens + t) * kBlockBytes + column % 128 / 2;
   }
 };
 
-// Bytes from a block's high digits of even columns to ...
-constexpr size_t kOdd = 64, kLow = 128, kBlockBytes = 256;
+// Where the sum of `columns` values from `column` is among the values of its group.
+inline size_t sum_at(size_t columns, size_t column) {
+  return (columns == 16 ? 1 : columns == 32 ? 5 : 7) + column % kGroup / columns;
+}
 
-// Where the digits of the even columns from `column`, a multiple of 8, lie in a row.
-inline size_t digits_at(size_t column) { return column / 128 * kBlockBytes + column % 128 / 2; }
-
-// Group g of a row from 64 float32 values.
-inline void store_group(const float* x, size_t g, const FixedPanel& panel, char* row) {
+// Group g of token t from 64 float32 values.
+inline void store_group(const float* x, size_t g, size_t t, const FixedPanel& panel, char* to) {
   __m512 v[4], top = _mm512_setzero_ps();
   __mmask16 broken = 0;
   for (int i = 0; i < 4; ++i) {
@@ -67,24 +70,23 @@ inline void store_group(const float* x, size_t g, const FixedPanel& panel, char*
       0x1210, 0x0e0c, 0x0a08, 0x0604, 0x0200, 0x3e3c, 0x3a38, 0x3634, 0x3230, 0x2e2c, 0x2a28,
       0x2624, 0x2220, 0x1e1c, 0x1a18, 0x1614, 0x1210, 0x0e0c, 0x0a08, 0x0604, 0x0200);
   const __m512i order = _mm512_mask_add_epi8(even, ~__mmask64(0) << 32, even, _mm512_set1_epi8(1));
-  char* to = row + digits_at(g * kGroup);
+  to += panel.at(g * kGroup, t);
+  auto* values = reinterpret_cast<float*>(to + kValues);
   for (const char* from : {high, low}) {
     __m512i sorted = _mm512_permutexvar_epi8(order, _mm512_load_si512(from));
     _mm256_storeu_si256((__m256i*)to, _mm512_castsi512_si256(sorted));
     _mm256_storeu_si256((__m256i*)(to + kOdd), _mm512_extracti64x4_epi64(sorted, 1));
     to += kLow;
   }
-  auto at = [&](size_t bytes, size_t i) { return reinterpret_cast<float*>(row + bytes) + i; };
-  *at(panel.scales(), g) = scale;
-  for (size_t i = 0; i < 4; ++i) *at(panel.sums(16), 4 * g + i) = sums[i];
-  for (size_t i = 0; i < 2; ++i) *at(panel.sums(32), 2 * g + i) = sums[2 * i] + sums[2 * i + 1];
-  *at(panel.sums(64), g) = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  float pairs[] = {sums[0] + sums[1], sums[2] + sums[3]};
+  _mm256_store_ps(values, _mm256_setr_ps(scale, sums[0], sums[1], sums[2], sums[3], pairs[0],
+                                         pairs[1], pairs[0] + pairs[1]));
 }
 
 // The half of the last block that a row of an odd number of groups leaves empty.
-inline void zero_group(size_t g, const FixedPanel& panel, char* row) {
+inline void zero_group(size_t g, size_t t, const FixedPanel& panel, char* to) {
   alignas(64) float zeros[kGroup] = {};
-  store_group(zeros, g, panel, row);
+  store_group(zeros, g, t, panel, to);
 }
 
 }  // namespace

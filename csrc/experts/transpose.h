@@ -35,6 +35,27 @@ inline void transpose(__m512i (&r)[16]) {
   }
 }
 
+// Eight words of each of sixteen rows: from rows 0 to 3 and 8 to 11 in the lower halves, each with
+// the row four further on in the upper half, to r[i] lane j, word i of row j.
+inline void transpose_halves(__m512i (&r)[8]) {
+  __m512i t[8];
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+  }
+  for (int i = 0; i < 8; ++i) r[i] = t[i];
+}
+
 }  // namespace
 
 }  // namespace mlx_moe

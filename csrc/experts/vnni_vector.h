@@ -1,9 +1,7 @@
 #pragma once
 
-// A few tokens against rows of 4-bit codes, both along the columns: what decoding is made of. Each
-// row is read once, from its first byte to its last, which is what memory likes best. A token's
-// results have the same bits whether it is alone or not; more tokens, by blocks of rows, sum in
-// another order. Included by kernel_vnni.cpp only.
+// One token against rows of 4-bit codes, both along the columns: read about as they lie, which
+// memory likes best. A twelfth faster than a row a lane. Included by kernel_vnni.cpp only.
 
 #include "experts/fixed_point.h"
 #include "experts/vnni_codes.h"
@@ -12,15 +10,8 @@ namespace mlx_moe {
 
 namespace {
 
-constexpr size_t kVectorTokens = 3;                     // more are faster by blocks of rows
-constexpr size_t kNearAhead = 1024, kFarAhead = 16384;  // bytes; measured
-constexpr size_t kScaleRows = 16;                       // rows whose scales are unpacked at a time
-
-inline size_t min(size_t a, size_t b) { return a < b ? a : b; }
-
-inline bool takes_vectors(const Matrix& m, size_t tokens) {
-  return m.bits == 4 && m.group >= 32 && tokens <= kVectorTokens;
-}
+constexpr size_t kScaleRows = 16;  // rows whose scales are unpacked at a time
+constexpr int kAlongRows = 4;      // and that share a load of the token's digits
 
 // Lane i of a block of 128 columns multiplies columns 8i to 8i + 7: the scales of its lanes.
 template <int unit>
@@ -33,34 +24,42 @@ inline __m512 lane_scales(const float* scale) {
   return _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_loadu_ps(scale)), lanes);
 }
 
-inline __m512i dot(__m512i sum, __m512i codes, const char* digits) {
-  return _mm512_dpbusd_epi32(sum, codes, _mm512_loadu_si512(digits));
-}
-
-// Adds to `total` the products of a row with the tokens; `scale` [tokens][units] has the tokens'
-// own in it.
-template <int unit, bool floats, int tokens>
-[[gnu::always_inline]] inline void dot_row(const uint8_t* src, size_t bytes, const float* scale,
-                                           size_t units, const char* x, size_t stride,
-                                           __m512 (&total)[tokens]) {
+// Adds the products of some rows with the token; `scale` [rows][units] has the token's own in it.
+template <int unit, bool floats, int rows>
+[[gnu::always_inline]] inline void dot_along(const uint8_t* src, size_t bytes, const float* scale,
+                                             size_t units, const char* x, __m512 (&total)[rows]) {
   for (size_t at = 0; at < bytes; at += 64, scale += 128 / unit, x += kBlockBytes) {
-    // Memory answers into the second-level cache, which holds more questions than the first.
-    _mm_prefetch(reinterpret_cast<const char*>(src) + at + kFarAhead, _MM_HINT_T1);
-    _mm_prefetch(reinterpret_cast<const char*>(src) + at + kNearAhead, _MM_HINT_T0);
-    __m512i words = bytes - at >= 64
-                        ? _mm512_loadu_si512(src + at)
-                        : _mm512_maskz_loadu_epi8((__mmask64(1) << (bytes - at)) - 1, src + at);
-    __m512i even = four_columns<4>(words, 0), odd = four_columns<4>(words, 1);
-    if constexpr (floats) even = float_codes(even), odd = float_codes(odd);
-    for (int t = 0; t < tokens; ++t) {
-      const char* digits = x + size_t(t) * stride;
-      __m512i sum = dot(dot(__m512i{}, even, digits), odd, digits + kOdd);
-      sum = _mm512_slli_epi32(sum, 8);
-      sum = dot(dot(sum, even, digits + kLow), odd, digits + kLow + kOdd);
-      __m512 scales = lane_scales<unit>(scale + size_t(t) * units);
-      total[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scales, total[t]);
+    size_t n = bytes - at;
+    __m512i digits[4];
+    for (int i = 0; i < 4; ++i) digits[i] = _mm512_load_si512(x + 64 * i);
+    for (int r = 0; r < rows; ++r) {
+      const uint8_t* p = src + size_t(r) * bytes + at;
+      // Memory answers into the second-level cache, which holds more questions than the first.
+      _mm_prefetch(reinterpret_cast<const char*>(p + 12288), _MM_HINT_T1);
+      _mm_prefetch(reinterpret_cast<const char*>(p + 4096), _MM_HINT_T0);
+      __m512i words =
+          n >= 64 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8((__mmask64(1) << n) - 1, p);
+      __m512i even = four_columns<4>(words, 0), odd = four_columns<4>(words, 1);
+      if constexpr (floats) even = float_codes(even), odd = float_codes(odd);
+      __m512i sum = _mm512_dpbusd_epi32(_mm512_setzero_si512(), even, digits[0]);
+      sum = _mm512_slli_epi32(_mm512_dpbusd_epi32(sum, odd, digits[1]), 8);
+      sum = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sum, even, digits[2]), odd, digits[3]);
+      __m512 scales = lane_scales<unit>(scale + size_t(r) * units);
+      total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scales, total[r]);
     }
   }
+}
+
+// The sums of four vectors.
+inline __m128 sum_each(const __m512 (&v)[kAlongRows]) {
+  auto pairs = [](__m512 a, __m512 b) {
+    return _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+  };
+  __m512d a = pairs(v[0], v[1]), b = pairs(v[2], v[3]);
+  __m512 all = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 
 // The scales of some rows for each unit of 32 or 64 columns: [rows][units].
@@ -75,75 +74,80 @@ void unit_scales(const Matrix& m, size_t expert, size_t row, size_t rows, float*
     }
 }
 
-// What the tokens bring to every row, zero behind the last unit.
+// What the token brings to every row, zero behind the last unit.
 template <int unit, bool floats>
 struct TokenScales {
-  size_t n, padded;             // units
-  float *scales, *sums, *both;  // [tokens][padded]; `both` has those of the row at hand, too
+  size_t units, padded;
+  float *scales, *sums;
 
-  TokenScales(const FixedPanel& panel, size_t cols, const char* x, size_t tokens, float* room)
-      : n(cols / unit), padded((n + 15) / 16 * 16), scales(room) {
-    sums = scales + tokens * padded;
-    both = sums + tokens * padded;
-    for (size_t t = 0; t < tokens; ++t, x += panel.stride) {
-      auto* scale = reinterpret_cast<const float*>(x + panel.scales());
-      auto* sum = reinterpret_cast<const float*>(x + panel.sums(unit));
-      for (size_t u = 0; u < padded; ++u) {
-        scales[t * padded + u] = u < n ? scale[u * unit / kGroup] : 0.f;
-        sums[t * padded + u] = u < n ? sum[u] * (floats ? -12.f : 1.f) : 0.f;
-      }
+  TokenScales(size_t units, const FixedPanel& panel, const char* x, float* room)
+      : units(units), padded((units + 15) / 16 * 16), scales(room), sums(room + padded) {
+    for (size_t u = 0; u < padded; ++u) {
+      size_t group = u * unit / kGroup;
+      auto* own = reinterpret_cast<const float*>(x + panel.at(group * kGroup, 0) + kValues);
+      scales[u] = u < units ? own[0] : 0.f;
+      sums[u] = u < units ? own[sum_at(unit, u * unit)] * (floats ? -12.f : 1.f) : 0.f;
     }
   }
 
-  // Sets `both`, and `total` to the products with what the codes are offset by.
-  template <int tokens>
-  void start_row(const float* scale, const float* bias, __m512 (&total)[tokens]) const {
-    for (auto& v : total) v = _mm512_setzero_ps();
-    for (size_t u = 0; u < n; u += 16) {
-      __mmask16 there = n - u < 16 ? __mmask16((1 << (n - u)) - 1) : __mmask16(0xffff);
+  // Sets `both` to the row's and the token's scales; the products with what codes are offset by.
+  __m512 start_row(const float* scale, const float* bias, float* both) const {
+    __m512 total = _mm512_setzero_ps();
+    for (size_t u = 0; u < units; u += 16) {
+      __mmask16 there = units - u < 16 ? __mmask16((1 << (units - u)) - 1) : __mmask16(0xffff);
       __m512 s = _mm512_maskz_loadu_ps(there, scale + u);
       __m512 offset = floats ? s : _mm512_maskz_loadu_ps(there, bias + u);
-      for (size_t t = 0; t < tokens; ++t) {
-        size_t at = t * padded + u;
-        total[t] = _mm512_fmadd_ps(offset, _mm512_loadu_ps(sums + at), total[t]);
-        _mm512_storeu_ps(both + at, _mm512_mul_ps(s, _mm512_loadu_ps(scales + at)));
-      }
+      total = _mm512_fmadd_ps(offset, _mm512_loadu_ps(sums + u), total);
+      _mm512_storeu_ps(both + u, _mm512_mul_ps(s, _mm512_loadu_ps(scales + u)));
     }
+    return total;
   }
 };
 
-template <int unit, bool floats, int tokens>
-void vector_rows(const Matrix& m, size_t expert, size_t row0, size_t rows, const FixedPanel& panel,
-                 const char* x, float* out, size_t apart) {
-  size_t n = m.cols / unit, padded = (n + 15) / 16 * 16;
-  auto* scale =
-      static_cast<float*>(scratch(4, (2 * kScaleRows * n + 3 * tokens * padded) * sizeof(float)));
-  float* bias = scale + kScaleRows * n;
-  TokenScales<unit, floats> own(panel, m.cols, x, tokens, bias + kScaleRows * n);
-  for (size_t r = 0; r < rows; ++r) {
-    size_t at = r % kScaleRows;
-    if (!at) unit_scales<unit>(m, expert, row0 + r, min(kScaleRows, rows - r), scale, bias);
-    __m512 total[tokens];
-    own.start_row(scale + at * n, bias + at * n, total);
-    dot_row<unit, floats>(m.row(expert, row0 + r), m.row_bytes(), own.both, padded, x, panel.stride,
-                          total);
-    for (size_t t = 0; t < tokens; ++t) out[t * apart + r] = _mm512_reduce_add_ps(total[t]);
+// out[r] = dot(row r, the token), for up to kScaleRows rows
+template <int unit, bool floats>
+void along_rows(const Matrix& m, size_t expert, size_t row0, size_t rows,
+                const TokenScales<unit, floats>& own, const char* x, float* room, float* out) {
+  size_t n = own.units, bytes = m.row_bytes();
+  float *scale = room, *bias = scale + kScaleRows * n, *both = bias + kScaleRows * n;
+  ask_scales(m, expert, row0 + kScaleRows, kScaleRows);
+  unit_scales<unit>(m, expert, row0, rows, scale, bias);
+  auto dots = [&]<int some>(size_t r, __m512(&total)[some]) {
+    for (size_t i = 0; i < some; ++i)
+      total[i] = own.start_row(scale + (r + i) * n, bias + (r + i) * n, both + i * own.padded);
+    dot_along<unit, floats>(m.row(expert, row0 + r), bytes, both, own.padded, x, total);
+  };
+  size_t r = 0;
+  for (; r + kAlongRows <= rows; r += kAlongRows) {
+    __m512 total[kAlongRows];
+    dots(r, total);
+    _mm_storeu_ps(out + r, sum_each(total));
+  }
+  for (; r < rows; ++r) {
+    __m512 total[1];
+    dots(r, total);
+    out[r] = _mm512_reduce_add_ps(total[0]);
   }
 }
 
-using VectorRows = void (*)(const Matrix&, size_t, size_t, size_t, const FixedPanel&, const char*,
-                            float*, size_t);
-
-template <int tokens>
-VectorRows vector_rows_of(const Matrix& m) {
-  if (m.mode != Mode::affine) return vector_rows<32, true, tokens>;
-  return m.group == 32 ? vector_rows<32, false, tokens> : vector_rows<64, false, tokens>;
+template <int unit, bool floats>
+void vector_rows_of(const Matrix& m, size_t expert, size_t row0, size_t rows,
+                    const FixedPanel& panel, const char* x, float* out) {
+  size_t n = m.cols / unit, padded = (n + 15) / 16 * 16;
+  size_t floats_needed = 2 * kScaleRows * n + (kAlongRows + 2) * padded;
+  auto* room = static_cast<float*>(scratch(4, floats_needed * sizeof(float)));
+  TokenScales<unit, floats> own(n, panel, x, room);
+  for (size_t r = 0; r < rows; r += kScaleRows)
+    along_rows(m, expert, row0 + r, min(kScaleRows, rows - r), own, x, room + 2 * padded, out + r);
 }
 
-inline VectorRows vector_rows_for(const Matrix& m, size_t tokens) {
-  return tokens == 1   ? vector_rows_of<1>(m)
-         : tokens == 2 ? vector_rows_of<2>(m)
-                       : vector_rows_of<3>(m);
+// out[r] = dot(row r, the token)
+inline void vector_rows(const Matrix& m, size_t expert, size_t row0, size_t rows,
+                        const FixedPanel& panel, const char* x, float* out) {
+  auto run = m.mode != Mode::affine ? vector_rows_of<32, true>
+             : m.group == 32        ? vector_rows_of<32, false>
+                                    : vector_rows_of<64, false>;
+  run(m, expert, row0, rows, panel, x, out);
 }
 
 }  // namespace
