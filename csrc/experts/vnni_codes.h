@@ -16,7 +16,11 @@ template <int bits>
 inline __m512i four_columns(__m512i words, int q) {
   if constexpr (bits == 8) return words;  // q is 0
   const __m512i mask = _mm512_set1_epi8((1 << bits) - 1);
-  if constexpr (bits == 4) return _mm512_and_si512(q ? _mm512_srli_epi32(words, 4) : words, mask);
+  if constexpr (bits == 4) {
+    // A bit matrix that moves the upper half of a byte down: a shift and a mask in one.
+    const __m512i down = _mm512_set1_epi64(0x1020408000000000);
+    return q ? _mm512_gf2p8affine_epi64_epi8(words, down, 0) : _mm512_and_si512(words, mask);
+  }
   const __m512i even = _mm512_set1_epi64(0x2c2824200c080400);  // bits where columns 0, 2, 4, 6 lie
   __m512i from = _mm512_add_epi8(even, _mm512_set1_epi8(char(q / 2 * 16 + q % 2 * 2)));
   return _mm512_and_si512(_mm512_multishift_epi64_epi8(from, words), mask);

@@ -54,8 +54,8 @@ std::vector<std::string> detect() {
   bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  bool vnni =
-      avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
+  bool vnni = avx512 && __builtin_cpu_supports("avx512vbmi") &&
+              __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("gfni");
   bool amx = vnni && __builtin_cpu_supports("avx512bf16") && has_amx();
   if (amx) isas.push_back("amx");
   if (vnni) isas.push_back("vnni");
