@@ -62,26 +62,54 @@ inline __m128 sum_each(const __m512 (&v)[kAlongRows]) {
   return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 
-// The scales of some rows for each unit of 32 or 64 columns: [rows][units].
+// Where the scales and biases of a row's units of 32 or 64 columns are, and those of the next row.
+struct UnitScales {
+  Scalar type;
+  const uint8_t *scale, *bias;
+  size_t stride;
+
+  __m512 load(const uint8_t* from, size_t u, __mmask16 there) const {
+    if (type == Scalar::f32)
+      return _mm512_maskz_loadu_ps(there, reinterpret_cast<const float*>(from) + u);
+    __m256i half = _mm256_maskz_loadu_epi16(there, from + 2 * u);
+    if (type == Scalar::f16) return _mm512_cvtph_ps(half);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+  }
+  UnitScales row(size_t r) const { return {type, scale + r * stride, bias + r * stride, stride}; }
+};
+
+// Those of some rows: where they lie, or unpacked into `room`, [2][rows][units].
 template <int unit>
-void unit_scales(const Matrix& m, size_t expert, size_t row, size_t rows, float* scale,
-                 float* bias) {
+UnitScales unit_scales(const Matrix& m, size_t expert, size_t row, size_t rows, float* room) {
+  if (m.mode == Mode::affine && m.group == unit)
+    return {m.type, m.row_scales(expert, row), m.row_biases(expert, row),
+            m.groups() * m.scale_size()};
+  size_t units = m.cols / unit;
+  float *scale = room, *bias = scale + rows * units;
   unpack_scales<Simd>(m, expert, row, scale, bias, rows);
   if (m.group > unit)  // 128: two units each
     for (size_t g = rows * m.groups(); g-- > 0;) {
       scale[2 * g] = scale[2 * g + 1] = scale[g];
       bias[2 * g] = bias[2 * g + 1] = bias[g];
     }
+  auto bytes = [](float* p) { return reinterpret_cast<const uint8_t*>(p); };
+  return {Scalar::f32, bytes(scale), bytes(bias), units * sizeof(float)};
 }
 
 // What the token brings to every row, zero behind the last unit.
 template <int unit, bool floats>
 struct TokenScales {
-  size_t units, padded;
+  size_t units, padded, whole;  // `whole` of them fill vectors, `last` are in one more
+  __mmask16 last;
   float *scales, *sums;
 
   TokenScales(size_t units, const FixedPanel& panel, const char* x, float* room)
-      : units(units), padded((units + 15) / 16 * 16), scales(room), sums(room + padded) {
+      : units(units),
+        padded((units + 15) / 16 * 16),
+        whole(units / 16 * 16),
+        last(__mmask16((1 << units % 16) - 1)),
+        scales(room),
+        sums(room + padded) {
     for (size_t u = 0; u < padded; ++u) {
       size_t group = u * unit / kGroup;
       auto* own = reinterpret_cast<const float*>(x + panel.at(group * kGroup, 0) + kValues);
@@ -91,15 +119,16 @@ struct TokenScales {
   }
 
   // Sets `both` to the row's and the token's scales; the products with what codes are offset by.
-  __m512 start_row(const float* scale, const float* bias, float* both) const {
+  __m512 start_row(const UnitScales& row, float* both) const {
     __m512 total = _mm512_setzero_ps();
-    for (size_t u = 0; u < units; u += 16) {
-      __mmask16 there = units - u < 16 ? __mmask16((1 << (units - u)) - 1) : __mmask16(0xffff);
-      __m512 s = _mm512_maskz_loadu_ps(there, scale + u);
-      __m512 offset = floats ? s : _mm512_maskz_loadu_ps(there, bias + u);
+    auto add = [&](size_t u, __mmask16 there) {
+      __m512 scale = row.load(row.scale, u, there);
+      __m512 offset = floats ? scale : row.load(row.bias, u, there);
       total = _mm512_fmadd_ps(offset, _mm512_loadu_ps(sums + u), total);
-      _mm512_storeu_ps(both + u, _mm512_mul_ps(s, _mm512_loadu_ps(scales + u)));
-    }
+      _mm512_storeu_ps(both + u, _mm512_mul_ps(scale, _mm512_loadu_ps(scales + u)));
+    };
+    for (size_t u = 0; u < whole; u += 16) add(u, 0xffff);
+    if (last) add(whole, last);
     return total;
   }
 };
@@ -108,14 +137,13 @@ struct TokenScales {
 template <int unit, bool floats>
 void along_rows(const Matrix& m, size_t expert, size_t row0, size_t rows,
                 const TokenScales<unit, floats>& own, const char* x, float* room, float* out) {
-  size_t n = own.units, bytes = m.row_bytes();
-  float *scale = room, *bias = scale + kScaleRows * n, *both = bias + kScaleRows * n;
   ask_scales(m, expert, row0 + kScaleRows, kScaleRows);
-  unit_scales<unit>(m, expert, row0, rows, scale, bias);
+  float* both = room + 2 * kScaleRows * own.units;
+  UnitScales scales = unit_scales<unit>(m, expert, row0, rows, room);
   auto dots = [&]<int some>(size_t r, __m512(&total)[some]) {
     for (size_t i = 0; i < some; ++i)
-      total[i] = own.start_row(scale + (r + i) * n, bias + (r + i) * n, both + i * own.padded);
-    dot_along<unit, floats>(m.row(expert, row0 + r), bytes, both, own.padded, x, total);
+      total[i] = own.start_row(scales.row(r + i), both + i * own.padded);
+    dot_along<unit, floats>(m.row(expert, row0 + r), m.row_bytes(), both, own.padded, x, total);
   };
   size_t r = 0;
   for (; r + kAlongRows <= rows; r += kAlongRows) {
