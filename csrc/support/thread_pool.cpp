@@ -13,7 +13,17 @@ namespace mlx_moe {
 namespace {
 
 constexpr uint64_t kOpen = uint64_t(1) << 31, kInside = kOpen - 1;
-constexpr int kSpins = 2000;  // tens of microseconds, then sleep
+using std::chrono::milliseconds, std::chrono::microseconds;
+
+constexpr int kSpins = 2000;  // a hundred microseconds
+// How long a worker stays awake for the next job. In a forward that is near, and to wake a halted
+// processor takes 50 us on a virtual machine, for MLX's own threads as for ours.
+constexpr auto kAwake = milliseconds(5);
+// Who gives way and waits for so long, more than now and then, has a neighbour that computes;
+// spinning would cost the right to go first when there is work, so for a while it sleeps soon.
+constexpr auto kCrowded = milliseconds(2), kShy = milliseconds(1000);
+constexpr int kEachGap = 4, kTooMany = 6;  // each clean wait takes one off
+constexpr auto kAwakeShy = microseconds(100);
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -93,10 +103,9 @@ void ThreadPool::run_indices(size_t n, Call call, void* fn) {
 
 void ThreadPool::worker(size_t self) {
   uint32_t seen = 0;
+  Neighbours neighbours;
   for (;;) {
-    bool joined = false;
-    for (int i = 0; i < kSpins && !joined && !stop_; ++i)
-      (joined = try_join(seen)) ? void() : pause();
+    bool joined = wait_awake(seen, neighbours);
     if (!joined) {
       std::unique_lock lock(sleep_);
       ++sleepers_;
@@ -107,6 +116,28 @@ void ThreadPool::worker(size_t self) {
     work(self);
     gate_.fetch_sub(1, std::memory_order_release);
   }
+}
+
+bool ThreadPool::wait_awake(uint32_t& seen, Neighbours& neighbours) {
+  auto now = Clock::now();
+  bool shy = now < neighbours.shy_until;
+  for (auto end = now + (shy ? kAwakeShy : kAwake); now < end && !stop_;) {
+    if (try_join(seen)) {
+      if (!shy && neighbours.crowded) --neighbours.crowded;
+      return true;
+    }
+    shy ? pause() : std::this_thread::yield();
+    auto before = std::exchange(now, Clock::now());
+    if (!shy && now - before > kCrowded) {
+      neighbours.crowded += kEachGap;
+      if (neighbours.crowded > kTooMany) {
+        neighbours.crowded = kEachGap;
+        neighbours.shy_until = now + kShy;
+      }
+      return false;
+    }
+  }
+  return false;
 }
 
 bool ThreadPool::try_join(uint32_t& seen) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -33,13 +34,20 @@ class ThreadPool {
   }
 
  private:
+  using Clock = std::chrono::steady_clock;
   using Call = void (*)(void*, size_t);
+  // What a worker knows of other programs on its processor.
+  struct Neighbours {
+    int crowded = 0;  // how often it waited long of late
+    Clock::time_point shy_until{};
+  };
   struct alignas(64) Range {
     std::atomic<uint64_t> bounds{0};  // next << 32 | end
   };
 
   void run_indices(size_t n, Call call, void* fn);
   void worker(size_t self);
+  bool wait_awake(uint32_t& seen, Neighbours& neighbours);
   bool try_join(uint32_t& seen);
   void work(size_t self);
   bool take(size_t self, size_t& i);

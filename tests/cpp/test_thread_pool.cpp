@@ -43,7 +43,7 @@ TEST_CASE("the pool calls every index once") {
 TEST_CASE("workers that slept come back") {
   ThreadPool pool(4);
   for (int i = 0; i < 5; ++i) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
     CHECK(runs_once_each(pool, 100));
   }
 }
