@@ -9,7 +9,7 @@ from mlx_moe import core
 
 FORMATS = ["q4g32", "q4g64", "q4g128", "mxfp4"]
 # Rows of weights, groups in one: no multiple of what a kernel takes at a time.
-SHAPES = [(1, 1), (33, 3), (70, 17)]
+SHAPES = [(1, 1), (33, 3), (33, 16), (70, 17)]
 # Both sides of what VNNI multiplies at a time (6) and by rows (16).
 TOKENS = (1, 2, 3, 4, 6, 7, 13, 16, 17, 24)
 
@@ -50,11 +50,11 @@ def test_a_token_is_the_same_whoever_shares_its_expert(isa, fmt, scales):
                 assert np.array_equal(together, pairs[:tokens])
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3])
+@pytest.mark.parametrize("tokens", [1, 2, 7])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_what_is_not_finite_stays_in_its_row_and_token(isa, fmt, bad, tokens):
-    height, cols, row, token = 33, QUANTISED[fmt][2] * 3, 17, tokens - 1
+    height, cols, row, token = 33, QUANTISED[fmt][2] * 3, 17, tokens // 2
     given = parts(fmt, height, cols, mx.bfloat16, 1)
     clean, _ = matrix(given)
     given["scales"][0, row, 1] = 255 if fmt == "mxfp4" else bad
@@ -68,4 +68,4 @@ def test_what_is_not_finite_stays_in_its_row_and_token(isa, fmt, bad, tokens):
     mx.eval(x)
     got = product(x, clean, height)
     assert not np.isfinite(got[token]).any()
-    assert np.array_equal(got[:token], want[:token])
+    assert np.array_equal(np.delete(got, token, 0), np.delete(want, token, 0))

@@ -13,8 +13,6 @@ namespace mlx_moe {
 
 namespace {
 
-inline size_t min(size_t a, size_t b) { return a < b ? a : b; }
-
 constexpr size_t kGroup = 64;       // columns that share a scale
 constexpr float kLargest = 32639;   // 127 * 256 + 127
 constexpr float kSmallest = 1e-34;  // below, a group counts as zero: its scale would overflow

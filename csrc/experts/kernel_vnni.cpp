@@ -12,7 +12,7 @@ namespace mlx_moe {
 
 namespace {
 
-constexpr size_t kBlockRows = 64, kPairRows = 32;
+constexpr size_t kPairRows = 32;
 constexpr size_t kStretch = 512;  // columns whose codes stay in the first-level cache
 constexpr int kBothTokens = 4;    // two digits of 2 x 4 sums
 constexpr int kTokens = 6;        // 2 x 6 whole and 2 x 6 float sums of 32 registers
@@ -164,15 +164,32 @@ const uint8_t* code_bytes(const Matrix& m, size_t expert, size_t row0, size_t ro
 
 using StoreCodes = void (*)(const ByteRows&, uint8_t*);
 
-// out [tokens][kBlockRows] = w . x for up to 64 rows
-void product(const Matrix& m, size_t expert, size_t row0, size_t rows, const void* x, size_t tokens,
-             float* out) {
-  FixedPanel panel(m.cols, tokens);
-  auto* xs = static_cast<const char*>(x);
-  bool few = takes_rows(m, tokens);
-  if (few && tokens == 1) return vector_rows(m, expert, row0, rows, panel, xs, out);
-  for (size_t i = 0; i < tokens * kBlockRows; ++i) out[i] = 0.f;
-  size_t columns = unit_columns(m), groups = m.groups();
+// The scales of up to 32 rows, as unpack_scale_columns leaves them; those of the next are asked
+// for.
+float* scales_of(const Matrix& m, size_t expert, size_t row, size_t rows) {
+  auto* scale = static_cast<float*>(scratch(4, m.groups() * kScaleStride * sizeof(float)));
+  ask_scales(m, expert, row + kPairRows, kPairRows);
+  unpack_scale_columns(m, expert, row, rows, scale);
+  return scale;
+}
+
+// out [tokens][kBlockRows] = w . x for up to 64 rows, sixteen at a time
+void few_tokens(const Matrix& m, size_t expert, size_t row0, size_t rows, const FixedPanel& panel,
+                const char* x, float* out) {
+  const float* scale = nullptr;
+  for (size_t r = 0; r < rows; r += 16) {
+    size_t half = r % kPairRows;
+    if (!half) scale = scales_of(m, expert, row0 + r, min(kPairRows, rows - r));
+    ByteRows part{m.row(expert, row0 + r), min(16, rows - r), m.row_bytes(), m.row_bytes()};
+    multiply_rows(m, {part, scale + half, &panel, x, 0}, out + r);
+  }
+}
+
+// The same with the codes of 32 rows in the first-level cache
+void many_tokens(const Matrix& m, size_t expert, size_t row0, size_t rows, const FixedPanel& panel,
+                 const char* x, float* out) {
+  for (size_t i = 0; i < panel.tokens * kBlockRows; ++i) out[i] = 0.f;
+  size_t columns = unit_columns(m);
   bool whole = m.bits == 2 || m.bits == 4 || m.bits == 8;
   size_t bits = whole ? size_t(m.bits) : 8;
   Multiply run = columns == 64 ? multiply<16> : columns == 32 ? multiply<8> : multiply<4>;
@@ -180,23 +197,13 @@ void product(const Matrix& m, size_t expert, size_t row0, size_t rows, const voi
                      : bits == 2            ? store_codes<2, false>
                      : bits == 4            ? store_codes<4, false>
                                             : store_codes<8, false>;
-  auto* codes = static_cast<uint8_t*>(scratch(2, (kStretch + 256) * kPairRows));
-  auto* scale = static_cast<float*>(scratch(4, groups * kScaleStride * sizeof(float)));
+  auto* codes = static_cast<uint8_t*>(scratch(2, kStretch * kPairRows));
   for (size_t r0 = 0; r0 < rows; r0 += kPairRows, row0 += kPairRows) {
     size_t n = min(kPairRows, rows - r0);
     size_t row_bytes = whole ? m.row_bytes() : m.cols;
     const uint8_t* src = whole ? m.row(expert, row0) : code_bytes(m, expert, row0, n);
     const uint8_t* ahead = m.row(expert, row0 + kPairRows);
-    ask_scales(m, expert, row0 + kPairRows, kPairRows);
-    unpack_scale_columns(m, expert, row0, n, scale);
-    if (few) {
-      for (size_t i = 0; i < n; i += 16) {
-        ByteRows part{src + i * row_bytes, min(n - i, 16), row_bytes, row_bytes};
-        multiply_rows(m, {part, scale + i, size_t(m.group), &panel, xs, 0}, out + r0 + i,
-                      kBlockRows);
-      }
-      continue;
-    }
+    const float* scale = scales_of(m, expert, row0, n);
     for (size_t c = 0; c < m.cols; c += kStretch) {
       size_t width = min(kStretch, m.cols - c), bytes = width * bits / 8;
       for (size_t i = 0; i < 2; ++i) {
@@ -212,9 +219,19 @@ void product(const Matrix& m, size_t expert, size_t row0, size_t rows, const voi
                 ahead,
                 kPairRows * columns * bits / 8};
       ahead += kPairRows * bytes;
-      run(s, panel, xs, out + r0);
+      run(s, panel, x, out + r0);
     }
   }
+}
+
+// out [tokens][kBlockRows] = w . x for up to 64 rows
+void product(const Matrix& m, size_t expert, size_t row0, size_t rows, const void* panel_x,
+             size_t tokens, float* out) {
+  FixedPanel panel(m.cols, tokens);
+  auto* x = static_cast<const char*>(panel_x);
+  if (!takes_rows(m, tokens)) return many_tokens(m, expert, row0, rows, panel, x, out);
+  if (tokens > 1) return few_tokens(m, expert, row0, rows, panel, x, out);
+  vector_rows(m, expert, row0, rows, panel, x, out);
 }
 
 void gate_up(const Matrix& gate, const Matrix& up, size_t expert, size_t row0, size_t rows,

@@ -10,6 +10,10 @@ namespace mlx_moe {
 
 namespace {
 
+constexpr size_t kBlockRows = 64;  // weight rows of a block
+
+inline size_t min(size_t a, size_t b) { return a < b ? a : b; }
+
 // Codes of four columns a lane from words of 4 or of 2 bits each: for every eight columns the even
 // ones, then the odd ones, as the digits of a FixedPanel lie.
 template <int bits>
@@ -140,8 +144,7 @@ inline void unpack_scale_columns(const Matrix& m, size_t expert, size_t row0, si
   auto* lines = static_cast<float*>(scratch(5, 2 * 16 * stride * sizeof(float)));
   float* biases = lines + 16 * stride;
   for (size_t r0 = 0; r0 < 32; r0 += 16, scale += 16) {
-    size_t n = rows - (r0 < rows ? r0 : rows), row = row0 + (n ? r0 : 0);
-    if (n > 16) n = 16;
+    size_t n = min(rows - min(r0, rows), 16), row = row0 + (n ? r0 : 0);
     if (m.mode == Mode::affine && m.type != Scalar::f32) {
       ByteRows from{m.row_scales(expert, row), n, 2 * groups, 2 * groups};
       auto store = from.whole() ? store_half_scales<true> : store_half_scales<false>;

@@ -1,8 +1,8 @@
 #pragma once
 
-// Tokens against sixteen rows of 4-bit codes, a row a lane: what decoding is made of. Codes stay in
-// registers; memory is asked ahead of need. Sums run as in kernel_vnni.cpp's `dots`, so that a
-// token's results have the same bits whoever shares its expert. Included by kernel_vnni.cpp only.
+// Two to sixteen tokens against sixteen rows of 4-bit codes, a row a lane. Codes stay in registers;
+// memory is asked ahead of need. Sums run as in kernel_vnni.cpp's `dots`, so that a token's results
+// have the same bits whichever others share its expert. Included by kernel_vnni.cpp only.
 
 #include "experts/fixed_point.h"
 #include "experts/vnni_codes.h"
@@ -19,8 +19,8 @@ inline bool takes_rows(const Matrix& m, size_t tokens) {
   return m.bits == 4 && m.group >= 32 && tokens <= kRowTokens;
 }
 
-// Asks memory for the sixteen rows that follow, in its own order and into the second-level cache,
-// which holds more questions than the first; and that for these rows' next lines.
+// Asks memory for lines behind the sixteen rows that follow, in its own order and into the second-
+// level cache, which holds more questions than the first; and that for these rows' next lines.
 [[gnu::always_inline]] inline void ask_ahead(const ByteRows& rows, size_t at) {
   auto* p = reinterpret_cast<const char*>(rows.src);
   const char* far = p + 16 * (rows.row_bytes + at) + kFarAhead;
@@ -34,7 +34,6 @@ inline bool takes_rows(const Matrix& m, size_t tokens) {
 struct RowTask {
   ByteRows rows;
   const float* scale;  // as unpack_scale_columns leaves them
-  size_t group;        // columns that share one
   const FixedPanel* panel;
   const char* x;
   size_t first;
@@ -42,14 +41,14 @@ struct RowTask {
 
 // out[t * kBlockRows + r] = dot(row r, token first + t)
 template <int unit, bool floats, int tokens, bool whole>
-void dot_rows(const RowTask& task, float* out, size_t stride) {
+void dot_rows(const Matrix& m, const RowTask& task, float* out) {
   constexpr int words = unit / 8, units = int(kGroup) / unit;
-  constexpr int chains = tokens == 1 ? 2 : tokens == 2 ? 2 : tokens == 3 ? 2 : 1;
+  constexpr int chains = tokens <= 3 ? 2 : 1;  // a sum waits five cycles for itself
   const ByteRows rows = task.rows;
   const char* x = task.x + task.panel->at(0, task.first);
   const size_t next_block = task.panel->tokens * kBlockBytes - 32;
   const float* scale = task.scale;
-  const size_t each = task.group > kGroup ? 0 : kScaleStride;
+  const size_t each = size_t(m.group) > kGroup ? 0 : kScaleStride;  // 128: after both halves
   __m512 total[tokens] = {};
   for (size_t at = 0; at < rows.bytes; at += 32) {
     __m512i r[8];
@@ -83,14 +82,14 @@ void dot_rows(const RowTask& task, float* out, size_t stride) {
         v = _mm512_fmadd_ps(v, s, total[t]);
         total[t] = _mm512_fmadd_ps(_mm512_set1_ps(own[sum_at(unit, n * unit)]), b, v);
       }
-      scale += each | (at & 32) * 2;
+      scale += at & 32 ? kScaleStride : each;
     }
     x += at & 32 ? next_block : 32;
   }
-  for (int t = 0; t < tokens; ++t) _mm512_storeu_ps(out + size_t(t) * stride, total[t]);
+  for (int t = 0; t < tokens; ++t) _mm512_storeu_ps(out + size_t(t) * kBlockRows, total[t]);
 }
 
-using DotRows = void (*)(const RowTask&, float*, size_t);
+using DotRows = void (*)(const Matrix&, const RowTask&, float*);
 
 template <int unit, bool floats, int tokens>
 DotRows pick_dot_rows(bool whole) {
@@ -106,18 +105,18 @@ DotRows dot_rows_of(const Matrix& m, bool whole) {
 
 template <int tokens = kTogether>
 DotRows dot_rows_for(const Matrix& m, size_t n, bool whole) {
-  if constexpr (tokens > 1)
+  if constexpr (tokens > 2)
     if (n < tokens) return dot_rows_for<tokens - 1>(m, n, whole);
   return dot_rows_of<tokens>(m, whole);
 }
 
-// out[t * stride + r] = dot(row r, token t), in parts of about equally many tokens
-inline void multiply_rows(const Matrix& m, RowTask task, float* out, size_t stride) {
+// out[t * kBlockRows + r] = dot(row r, token t), in parts of about equally many tokens
+inline void multiply_rows(const Matrix& m, RowTask task, float* out) {
   size_t tokens = task.panel->tokens, parts = (tokens + kTogether - 1) / kTogether;
   for (size_t part = 0; part < parts; ++part) {
     size_t end = tokens * (part + 1) / parts;
     task.first = tokens * part / parts;
-    dot_rows_for(m, end - task.first, task.rows.whole())(task, out + task.first * stride, stride);
+    dot_rows_for(m, end - task.first, task.rows.whole())(m, task, out + task.first * kBlockRows);
   }
 }
 

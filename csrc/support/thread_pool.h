@@ -14,8 +14,9 @@
 namespace mlx_moe {
 
 // A fixed set of threads that share index ranges by work stealing. The caller works too; idle
-// workers spin for a moment, then sleep. One job runs at a time: a second caller, or a nested
-// call, computes its own job alone. After fork() the child starts a pool of its own.
+// workers stay awake for some milliseconds, giving way to others, then sleep. One job runs at a
+// time: a second caller, or a nested call, computes its own job alone. After fork() the child
+// starts a pool of its own.
 class ThreadPool {
  public:
   explicit ThreadPool(size_t threads);
