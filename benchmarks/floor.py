@@ -2,7 +2,8 @@
 
     python benchmarks/floor.py [--threads 1 2] [--json F]
 
-Bandwidth is measured: threads read disjoint parts of an array larger than the last-level cache.
+Bandwidth is measured: threads read disjoint parts of an array larger than the last-level cache. It
+is what numpy reaches; kernels that ask memory ahead, as ours do, can go a little beyond.
 The arithmetic peak is computed, cores x FLOP a cycle x the clock that the system reports; FLOP a
 cycle by instruction set (Intel's optimisation manual, Sapphire Rapids; one tile product of
 16 x 16 x 32 bf16 every 16 cycles): amx 1024 in bf16; vnni 128 (two products of 8 bits for one of

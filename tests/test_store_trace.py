@@ -167,11 +167,12 @@ def test_simulate_cache_prints_and_writes(
 ) -> None:
     small_trace().save(tmp_path / "t.npz")
     trace = str(tmp_path / "t.npz")
-    given = ["simulate-cache", "--trace", trace, "--budget", "50%", "40000", "--bandwidth", "1GB"]
+    given = ["simulate-cache", "--trace", trace, "--budget", "50%", "40000", "4GB", "100%"]
+    given += ["--bandwidth", "1GB"]
     assert main([*given, "--json", "-"]) == 0
     out = capsys.readouterr()
     report = json.loads(out.out)
-    assert [r["budget"] for r in report["results"][::6]] == [32768, 40000]
+    assert [r["budget"] for r in report["results"][::6]] == [32768, 40000, 65536]  # all, at most
     assert report["decoded_tokens"] == 30 and report["expert_bytes"] == 65536
     for row in report["results"]:
         expected = replay(small_trace(), row["budget"], row["policy"])

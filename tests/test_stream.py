@@ -203,6 +203,7 @@ def test_a_store_goes_with_its_model_and_keeps_the_counts(made: Any) -> None:
         ({"expert_memory": "40%"}, InvalidArgument, "checkpoint=PATH"),
         ({"expert_memory": "8XB", "checkpoint": "."}, InvalidArgument, "no size"),
         ({"expert_memory": "0%", "checkpoint": "."}, InvalidArgument, "no share"),
+        ({"expert_memory": "lots", "checkpoint": "."}, InvalidArgument, "such as 25%, or auto"),
         ({"expert_memory": 0, "checkpoint": "."}, InvalidArgument, "more than none"),
         ({"expert_memory": 1.5, "checkpoint": "."}, InvalidArgument, "expected bytes"),
         ({"expert_memory": True, "checkpoint": "."}, InvalidArgument, "expected bytes"),

@@ -73,7 +73,11 @@ class ExpertMemory:
             if (part := share(limit)) is None:
                 raise InvalidArgument(f"expert_memory {limit!r} is no share of the experts")
             return round(part * total)
-        if (size := size_bytes(limit)) < 1:
+        try:
+            size = size_bytes(limit)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{error}, a share such as 25%, or auto") from None
+        if size < 1:
             raise InvalidArgument(f"expert_memory is {limit!r}; expected more than none")
         return size
 

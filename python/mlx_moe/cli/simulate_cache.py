@@ -75,11 +75,12 @@ def budget(text: str) -> int | float:
 
 
 def budgets(trace: Trace, given: list[int | float] | None) -> list[int]:
-    """Bytes; of the default ones, those that hold a token's experts of any layer."""
+    """Bytes, all experts' at most; of the default ones, what holds a token's experts of any layer."""
     total, least = int(trace.sizes.sum()), smallest_budget(trace)
     if given is None:
         return sorted({max(least, round(share * total)) for share in SHARES})
-    return [round(b * total) if isinstance(b, float) else b for b in given]
+    wanted = [round(b * total) if isinstance(b, float) else b for b in given]
+    return list(dict.fromkeys(min(b, total) for b in wanted))
 
 
 def run(
