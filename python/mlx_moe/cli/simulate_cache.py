@@ -75,7 +75,7 @@ def budget(text: str) -> int | float:
 
 
 def budgets(trace: Trace, given: list[int | float] | None) -> list[int]:
-    """Bytes, all experts' at most; of the default ones, what holds a token's experts of any layer."""
+    """Bytes, at most all; of the default ones, those that hold a token's experts of any layer."""
     total, least = int(trace.sizes.sum()), smallest_budget(trace)
     if given is None:
         return sorted({max(least, round(share * total)) for share in SHARES})
