@@ -8,19 +8,26 @@ namespace mlx_moe {
 
 namespace {
 
-// r[i] lane j becomes r[j] lane i
-inline void transpose(__m512i (&r)[16]) {
-  __m512i t[16];
-  for (int i = 0; i < 16; i += 2) {
+// In each quarter of four vectors at a time: r[i] word j becomes r[j] word i.
+template <int n>
+inline void transpose_quarters(__m512i (&r)[n]) {
+  __m512i t[n];
+  for (int i = 0; i < n; i += 2) {
     t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
     t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
   }
-  for (int i = 0; i < 16; i += 4) {
+  for (int i = 0; i < n; i += 4) {
     r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
     r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
     r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
     r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
   }
+}
+
+// r[i] lane j becomes r[j] lane i
+inline void transpose(__m512i (&r)[16]) {
+  __m512i t[16];
+  transpose_quarters(r);
   for (int i = 0; i < 4; ++i) {
     t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
     t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
@@ -39,16 +46,7 @@ inline void transpose(__m512i (&r)[16]) {
 // the row four further on in the upper half, to r[i] lane j, word i of row j.
 inline void transpose_halves(__m512i (&r)[8]) {
   __m512i t[8];
-  for (int i = 0; i < 8; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
+  transpose_quarters(r);
   for (int i = 0; i < 4; ++i) {
     t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
     t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
