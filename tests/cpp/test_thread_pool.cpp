@@ -48,6 +48,25 @@ TEST_CASE("workers that slept come back") {
   }
 }
 
+TEST_CASE("workers that others crowd out come back") {
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> others;
+  for (unsigned i = 0; i <= std::thread::hardware_concurrency(); ++i)
+    others.emplace_back([&] {
+      while (!stop) {
+      }
+    });
+  ThreadPool pool(3);
+  int right = 0;
+  for (int i = 0; i < 20; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(3));
+    right += runs_once_each(pool, 100);
+  }
+  stop = true;
+  for (auto& t : others) t.join();
+  CHECK(right == 20);
+}
+
 TEST_CASE("an idle thread takes work from a busy one") {
   ThreadPool pool(2);
   std::atomic<bool> second{false};
