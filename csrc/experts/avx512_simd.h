@@ -51,20 +51,19 @@ struct Simd {
     }
   }
 
+  // Values i to i + 15 of src, those in the mask.
+  static V load_f32(Scalar type, const void* src, size_t i, __mmask16 m) {
+    if (type == Scalar::f32) return _mm512_maskz_loadu_ps(m, static_cast<const float*>(src) + i);
+    __m256i h = _mm256_maskz_loadu_epi16(m, static_cast<const uint16_t*>(src) + i);
+    return type == Scalar::f16
+               ? _mm512_cvtph_ps(h)
+               : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+  }
+
   static void to_f32(Scalar type, const void* src, size_t n, float* dst) {
-    auto* half = static_cast<const uint16_t*>(src);
     for (size_t i = 0; i < n; i += 16) {
       __mmask16 m = n - i >= 16 ? 0xffff : __mmask16((1u << (n - i)) - 1);
-      __m512 v;
-      if (type == Scalar::f32) {
-        v = _mm512_maskz_loadu_ps(m, static_cast<const float*>(src) + i);
-      } else {
-        __m256i h = _mm256_maskz_loadu_epi16(m, half + i);
-        v = type == Scalar::f16
-                ? _mm512_cvtph_ps(h)
-                : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
-      }
-      _mm512_mask_storeu_ps(dst + i, m, v);
+      _mm512_mask_storeu_ps(dst + i, m, load_f32(type, src, i, m));
     }
   }
 

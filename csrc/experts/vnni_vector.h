@@ -70,13 +70,6 @@ struct UnitScales {
   const uint8_t *scale, *bias;
   size_t stride;
 
-  __m512 load(const uint8_t* from, size_t u, __mmask16 there) const {
-    if (type == Scalar::f32)
-      return _mm512_maskz_loadu_ps(there, reinterpret_cast<const float*>(from) + u);
-    __m256i half = _mm256_maskz_loadu_epi16(there, from + 2 * u);
-    if (type == Scalar::f16) return _mm512_cvtph_ps(half);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-  }
   UnitScales row(size_t r) const { return {type, scale + r * stride, bias + r * stride, stride}; }
 };
 
@@ -124,8 +117,8 @@ struct TokenScales {
   __m512 start_row(const UnitScales& row, float* both) const {
     __m512 total = _mm512_setzero_ps();
     auto add = [&](size_t u, __mmask16 there) {
-      __m512 scale = row.load(row.scale, u, there);
-      __m512 offset = floats ? scale : row.load(row.bias, u, there);
+      __m512 scale = Simd::load_f32(row.type, row.scale, u, there);
+      __m512 offset = floats ? scale : Simd::load_f32(row.type, row.bias, u, there);
       total = _mm512_fmadd_ps(offset, _mm512_loadu_ps(sums + u), total);
       _mm512_storeu_ps(both + u, _mm512_mul_ps(scale, _mm512_loadu_ps(scales + u)));
     };
