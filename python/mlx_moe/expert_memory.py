@@ -73,11 +73,7 @@ class ExpertMemory:
             if (part := share(limit)) is None:
                 raise InvalidArgument(f"expert_memory {limit!r} is no share of the experts")
             return round(part * total)
-        try:
-            size = size_bytes(limit)
-        except InvalidArgument as error:
-            raise InvalidArgument(f"{error}, a share such as 25%, or auto") from None
-        if size < 1:
+        if (size := size_bytes(limit, ", a share such as 25%, or auto")) < 1:
             raise InvalidArgument(f"expert_memory is {limit!r}; expected more than none")
         return size
 

@@ -13,11 +13,14 @@ POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 LINE = 64  # bytes; arrays in a slot begin at multiples of it
 
 
-def size_bytes(text: str) -> int:
-    """Bytes of "16GB", "500MiB" or "1000000"; InvalidArgument for anything else."""
+def size_bytes(text: str, or_else: str = "") -> int:
+    """Bytes of "16GB", "500MiB" or "1000000"; InvalidArgument for anything else.
+
+    or_else: what the caller takes beside sizes, for the message.
+    """
     match = SIZE.fullmatch(text.strip())
     if match is None:
-        raise InvalidArgument(f"{text!r} is no size; expected one such as 16GB or 500MiB")
+        raise InvalidArgument(f"{text!r} is no size; expected one such as 16GB or 500MiB{or_else}")
     number, prefix, binary = match.groups()
     size = float(number) * (1024 if binary else 1000) ** POWERS[prefix.lower()]
     if size == inf:
